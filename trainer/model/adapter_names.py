@@ -1,13 +1,12 @@
-"""Names of the parameters of a model with LoRA adapters: inside peft's model, in its base and in
-files.
+"""Names of a LoRA model's parameters: inside peft's model, in its base model and in files.
 
-peft puts a layer `q_proj` inside another as `q_proj.base_layer`, beside `q_proj.lora_A.default` and
-`lora_B`. An adapter of a stacked weight of experts is around their module: `experts.lora_A`, and
+peft wraps a layer `q_proj` and renames it `q_proj.base_layer`, beside `q_proj.lora_A.default` and
+`lora_B`. An adapter for stacked expert weights wraps their module: `experts.lora_A`, and
 `experts.base_layer.lora_A` where two weights are adapted.
 
-In a checkpoint of several parts, the text part's layers have other names: `Places` maps the
-beginning of a name in the text part to its beginning in the whole. It is empty for a checkpoint of
-one part.
+In a checkpoint with several parts, the language model's layers have different names: `Places` maps
+the beginning of a name in the language model to its beginning in the whole model. It is empty for a
+checkpoint with one part.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ Places = Mapping[str, str]
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME = "default"
-"""peft's own name of an adapter."""
+"""The name that peft gives an adapter by default."""
 _PEFT = "base_model.model."
 
 
@@ -30,7 +29,7 @@ def base_name(name: str) -> str:
 
 
 def adapted_name(name: str) -> str:
-    """Return the name of the base's parameter that an adapter's parameter adds to."""
+    """Return the name of the base model's parameter that an adapter's parameter changes."""
     return name.partition(".lora_")[0] + ".weight"
 
 
@@ -40,8 +39,8 @@ def peft_name(name: str, places: Places) -> str:
 
 
 def layer_of(name: str, places: Places) -> str | None:
-    """Return the layer that a tensor of `adapter_model.safetensors` adapts; None if it is not in
-    the text part.
+    """Return the layer that a tensor of `adapter_model.safetensors` adapts; None if it is outside
+    the language model.
     """
     layer = name.removeprefix(_PEFT).partition(".lora_")[0]
     if places and not layer.startswith(tuple(places.values())):
@@ -50,7 +49,7 @@ def layer_of(name: str, places: Places) -> str | None:
 
 
 def placed(name: str, places: Places) -> str:
-    """Return the name in the whole checkpoint of a parameter or layer of the text part."""
+    """Return the name that the whole checkpoint gives a parameter or layer of the language model."""
     for own, place in places.items():
         if name.startswith(own):
             return place + name.removeprefix(own)

@@ -1,4 +1,5 @@
-"""Train a part of a model: LoRA adapters, which peft makes and names, or what `model.freeze` leaves.
+"""Train part of a model: LoRA adapters, which peft makes and names, or the parameters that
+`model.freeze` does not freeze.
 
 Frozen parameters are stored in the compute dtype.
 """
@@ -42,19 +43,19 @@ _FREE = {
     "peft_version",
     "inference_mode",
     "lora_dropout",
-    # the names of the tensors give these exactly
+    # the tensors' names determine these exactly
     "target_modules",
     "target_parameters",
     "exclude_modules",
 }
 _HELD = {"r", "lora_alpha", "use_rslora", "fan_in_fan_out"}
-"""Settings of an adapter to start from: ignored ones, and ones that are kept."""
+"""Settings of an initial adapter: those in `_FREE` are ignored, those in `_HELD` are kept."""
 
 
 def choose_trained(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
-    """Give the model on meta its adapters, or freeze what is to be.
+    """Add adapters to the model on meta, or freeze the configured parameters.
 
-    Raises `ConfigError` for layers or parameters that are not there, or cannot be adapted.
+    Raises `ConfigError` for layers or parameters that do not exist, or cannot be adapted.
     """
     if config.has_adapters:
         _inject(model, config, source)
@@ -63,15 +64,17 @@ def choose_trained(model: PreTrainedModel, config: ModelConfig, source: ModelSou
 
 
 def settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the content of `adapter_config.json` for the adapters of a model."""
+    """Return the contents of `adapter_config.json` for a model's adapters."""
     own: Any = model
     tree: dict[str, Any] = own.peft_config[NAME].to_dict() | {"inference_mode": True}
     return {key: sorted(value) if isinstance(value, set) else value for key, value in tree.items()}
 
 
 def fill(model: PreTrainedModel, config: ModelConfig, source: ModelSource, *, seed: int) -> None:
-    """Give adapters their first values, those of `model.lora_adapter_path` or peft's own: B zero, A
-    uniform, drawn from the seed and its name, so that the number of ranks does not matter.
+    """Give adapters their initial values: those in `model.lora_adapter_path`, or peft's own.
+
+    peft's own are zero for B and uniform for A. A is drawn from the seed and the parameter's name,
+    so its values do not depend on the number of ranks.
     """
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     if config.lora_adapter_path is not None:
@@ -88,7 +91,7 @@ def fill(model: PreTrainedModel, config: ModelConfig, source: ModelSource, *, se
 
 
 def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Say once which layers of a built model have adapters."""
+    """Log which layers of a built model have adapters."""
     if config.has_adapters:
         own: Any = model
         text = lora_layers.summary(model, rank=own.peft_config[NAME].r)
@@ -96,7 +99,9 @@ def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def _wanted(config: ModelConfig, source: ModelSource) -> tuple["LoraConfig", str | list[str], str]:
-    """Return the configured settings, the layers to adapt, and the key that names them."""
+    """Return the configured settings, the layers to adapt, and the `key=value` of the option that
+    names the layers.
+    """
     from peft import LoraConfig
 
     path = config.lora_adapter_path
@@ -144,10 +149,10 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             f"model.lora_dropout={config.lora_dropout}: adapters of experts do not support dropout.\n"
             f"Fix: model.lora_dropout=0"
         )
-    # full names, as the tensors of an adapter: peft reads some target_modules differently
+    # full names, passed as an adapter's tensors: peft reads some target_modules differently
     tensors = {f"{name}.lora_A.weight": torch.empty(0) for name in layers}
     with warnings.catch_warnings():
-        # about target_modules, which are set below, and about settings of layers
+        # warnings about target_modules, which are set below, and about layer settings
         warnings.simplefilter("ignore")
         try:
             inject_adapter_in_model(settings, model, NAME, state_dict=tensors)
@@ -168,8 +173,8 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
 
 
 def _adapted_in(file: Path, places: Places) -> list[str]:
-    """Return the names of the layers that the adapter in a file belongs to. Raises `ConfigError`
-    for a layer outside the text part.
+    """Return the names of the layers that the adapter in a file adapts. Raises `ConfigError` for a
+    layer outside the language model.
     """
     layers: dict[str, None] = {}
     for name in stored_in(file):
@@ -184,9 +189,7 @@ def _adapted_in(file: Path, places: Places) -> list[str]:
 
 
 def _given(path: str) -> "LoraConfig":
-    """Return the settings of an adapter to start from. Raises `ConfigError` unless it is plain
-    LoRA.
-    """
+    """Return the settings of the initial adapter. Raises `ConfigError` unless it is plain LoRA."""
     from peft import LoraConfig, PeftConfig
 
     try:
@@ -197,7 +200,7 @@ def _given(path: str) -> "LoraConfig":
         ) from error
     plain, own = LoraConfig().to_dict(), found.to_dict()
     known = _FREE | _HELD
-    # how A was drawn does not matter, except for ways that change the base
+    # how A was initialized does not matter, unless the method changes the base model
     if own["init_lora_weights"] in (True, False, "gaussian"):
         known |= {"init_lora_weights"}
     odd = [
@@ -215,7 +218,7 @@ def _given(path: str) -> "LoraConfig":
 
 
 def _with_weights(layers: list[str], stacked: list[str], named: list[str]) -> list[str]:
-    """Replace modules of experts by their weights that the settings of an adapter name."""
+    """Replace expert modules by those of their weights that the adapter's settings name."""
     own = [name.replace(".base_layer", "") for name in layers]
     leaves = {lora_layers.leaf(name) for name in named}
     module_of = {name: name.rpartition(".")[0] for name in stacked}
@@ -228,7 +231,7 @@ def _with_weights(layers: list[str], stacked: list[str], named: list[str]) -> li
 
 
 def _where(name: str) -> str:
-    """Return the name of the base for `adapter_config.json`: a Hub id or an absolute directory."""
+    """Return the base model's name for `adapter_config.json`: a Hub id or an absolute directory."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
 
@@ -245,7 +248,7 @@ def _load(adapters: dict[str, nn.Parameter], file: Path, places: Places) -> None
 
 
 def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
-    """Freeze the parameters that match. A tied weight is matched by either of its names."""
+    """Freeze the parameters that match. A pattern may match either name of a tied weight."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         for name in names_matching(pattern, named, key="model.freeze", kind="parameter"):

@@ -1,5 +1,6 @@
-"""From a configuration to a model ready to train: meta device, sharding, memory, weights,
-self-check, in this order.
+"""Build a model that is ready to train from a configuration.
+
+The order is: meta device, sharding, memory, weights, self-check.
 """
 
 import gc
@@ -33,14 +34,14 @@ class Design:
     reason: str | None
     """The reason why documents run one by one; None if they share forward passes."""
     model: PreTrainedModel
-    """On meta, with adapters and frozen parameters."""
+    """The model on meta, with adapters and frozen parameters."""
 
 
 def design_model(config: ModelConfig, source: ModelSource, *, max_length: int) -> Design:
-    """Read no weights. Raise `ConfigError` for a model that cannot be trained, or not as
-    configured.
+    """Design a model without reading its weights.
 
-    `max_length`: of documents, in tokens.
+    `max_length`: of documents, in tokens. Raise `ConfigError` for a model that cannot be trained,
+    or that cannot be trained as configured.
     """
     reason = packed_lm.unpackable_reason(source.config, max_length=max_length)
     if config.attention == "per_document":
@@ -63,7 +64,7 @@ def design_model(config: ModelConfig, source: ModelSource, *, max_length: int) -
 
 
 def _require_splittable(design: Design, size: int) -> None:
-    """Raise `ConfigError` where ranks cannot hold the tokens of a document between them."""
+    """Raise `ConfigError` if the tokens of a document cannot be split over ranks."""
     reason = design.reason
     if reason is None and (looped := state_mixers.looped_kinds(design.model)):
         reason = f"{', '.join(looped)} would have to see all tokens of a document"
@@ -78,12 +79,13 @@ def _require_splittable(design: Design, size: int) -> None:
 
 
 def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
-    """Give the model of the design its weights and run the self-check. Collective. Raise
-    `ConfigError` if its loss or gradient differs from transformers' own forward pass.
+    """Give the designed model its weights and run the self-check. Collective.
+
+    Raise `ConfigError` if its loss or gradient differs from that of transformers' own forward pass.
     """
     config, source = design.config, design.source
     if design.reason is None and world.device.type == "cuda":
-        attention.choose_kernel()  # the self-check below admits it
+        attention.choose_kernel()  # the self-check below tests it
     prepare(design.model, config, source, world=world, seed=seed)
     fault = _fault(design.model, config, world)
     may_retry = config.attention == AUTO and world.sequence_size == 1
@@ -114,7 +116,7 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
 
 
 def how_documents_run(design: Design) -> str:
-    """Return how documents share forward passes, for the log."""
+    """Describe for the log how documents share forward passes."""
     if design.reason is not None:
         return f"documents run one by one (slower): {design.reason}"
     looped = state_mixers.looped_kinds(design.model)
@@ -146,7 +148,7 @@ def prepare(
 def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
     """Run the self-check. Collective.
 
-    Return the gravest fault that a rank finds, on all ranks: another try must be everyone's.
+    Return the gravest fault of all ranks, on every rank, because they must retry together.
     """
     logger.info("%s", labelled("self-check", "loss and gradient against those of transformers"))
     faults = distributed.gather(_own_fault(model, config, world))
@@ -155,7 +157,9 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | N
 
 
 def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tuple[int, str] | None:
-    """Return the gravest fault on this rank and its order, 0 for the gravest; None without one."""
+    """Return (order, text) of the gravest fault on this rank, with order 0 for the gravest kind;
+    None if there is no fault.
+    """
     name = type(model).__name__.removeprefix("FSDP")
     try:
         errors = selfcheck.compare(model, world.device, formula=LOSSES[config.loss].formula)
@@ -171,7 +175,7 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tup
             return 0, f"trainer.deterministic=true is not possible with {name} here: {operation}"
         if model.is_packed and _is_refusal(error):
             return 0, f"{name}: {type(error).__name__}: {error}"
-        # perhaps on this rank alone: its process ends, and the launcher ends those that wait for it
+        # perhaps only this rank fails: its process ends, and the launcher ends the waiting ranks
         raise
     dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
     if not errors.foresight <= selfcheck.TOLERANCE[dtype]:
@@ -194,9 +198,10 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tup
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return True if a kernel may have refused its arguments, so that another attention may work.
+    """Return True if a kernel may have refused its arguments, so that a different attention may
+    work.
 
-    A card that is full or lost, a peer that is gone and a missing compiler fail with any attention.
+    A full or lost card, a lost peer or a missing compiler causes an error with any attention.
     """
     others = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
     is_compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

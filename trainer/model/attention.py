@@ -29,15 +29,16 @@ logger = logging.getLogger(__name__)
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 HOPPER = 9
-"""Major compute capability of the cards that FlashAttention 3 is for."""
+"""Major compute capability of the cards for which FlashAttention 3 is built."""
 MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 8
 """Limits of FlashAttention 2, the kernel behind `varlen_attn`."""
 
 
 class DocumentLengths:
-    """Lengths of the packed documents on the host. `torch.compile` does not look into this object;
-    otherwise it would compile again for every number of documents. Layers of one forward pass share
-    it, and with it the groups.
+    """Lengths of the packed documents on the host.
+
+    `torch.compile` does not trace into this object; otherwise it would recompile for every number
+    of documents. All layers of a forward pass share the object, and thus its groups.
     """
 
     def __init__(self, seqlens: tuple[int, ...], group: ProcessGroup | None = None) -> None:
@@ -64,15 +65,15 @@ _running: DocumentLengths | None = None
 @torch.compiler.disable
 def running() -> DocumentLengths | None:
     """Return the documents of the current forward pass, for modules that do not receive their
-    lengths; None outside of one.
+    lengths; None outside a forward pass.
     """
     return _running
 
 
 @contextmanager
 def documents(lengths: DocumentLengths | None) -> Iterator[None]:
-    """Set the documents of a forward pass. The setting holds for all threads: the backward pass
-    recomputes layers in a thread of its own.
+    """Set the documents of a forward pass, for all threads: the backward pass recomputes layers in
+    a different thread.
     """
     global _running
     outside, _running = _running, lengths
@@ -86,8 +87,10 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint_contexts(make: Callable[[], Contexts] = noop_context_fn) -> Contexts:
-    """Return contexts for `torch.utils.checkpoint` around those of `make`: for a layer's forward
-    pass, and for its recomputation, which must find the same documents.
+    """Return two contexts for `torch.utils.checkpoint`, based on those of `make`.
+
+    The first is for a layer's forward pass, the second for its recomputation, which must find the
+    same documents.
     """
     first, second = make()
     return first, _computed_again(second, _running)
@@ -102,8 +105,8 @@ def _computed_again(
 
 
 def register() -> None:
-    """Make `attn_implementation="packed"` known. No mask is registered for the name, so
-    transformers builds none: causality and document bounds come from the lengths alone.
+    """Make `attn_implementation="packed"` known to transformers. No mask is registered for the
+    name, so transformers builds none: causality and document bounds come from the lengths alone.
     """
     AttentionInterface.register(PACKED, packed_attention)
 
@@ -128,9 +131,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention inside each document. Return [1, T, N, K].
 
-    `sliding_window` W counts the token itself, as in transformers. `device_type` stands in for that
-    of the tensors: a memory plan for a GPU runs on fake CPU tensors. Raise `ConfigError` for
-    arguments that packing does not support.
+    `sliding_window` W counts the token itself, as in transformers. `device_type` replaces the
+    tensors' own device type, because a memory plan for a GPU runs on fake CPU tensors. Raise
+    `ConfigError` for arguments that packing does not support.
     """
     if attention_mask is not None:
         raise ConfigError("packed attention takes no mask.\nFix: model.attention=per_document")
@@ -151,7 +154,8 @@ def packed_attention(
 @torch.compiler.disable
 def _bounds(device: torch.device) -> tuple[DocumentLengths, Tensor, int]:
     """Return the running documents, their cumulative lengths on the device, and the longest length.
-    Layers that receive no bounds need them.
+
+    This is for layers that receive no bounds.
     """
     assert _running is not None  # `run_plain` sets it
     return _running, _running.cu_seqlens(device), max(_running.seqlens)
@@ -172,9 +176,10 @@ def _varlen(
     value: Tensor,
     scoring: Scoring,
 ) -> Tensor:
-    """Call torch's kernel, which takes one head size for queries, keys and values. Narrower heads
-    are padded with zeros: these change no product, and the padded columns of the output are cut
-    off.
+    """Call torch's kernel, which takes one head size for queries, keys and values.
+
+    Narrower heads are padded with zeros, which change no product. The padded columns of the output
+    are cut off.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -199,13 +204,13 @@ def _varlen(
 
 
 def _widened(heads: Tensor, head_size: int) -> Tensor:
-    """Pad heads with zeros. Padding by zero columns would still copy, so it is skipped."""
+    """Pad heads with zeros. If no columns are missing, skip the padding, which would still copy."""
     missing = head_size - heads.shape[-1]
     return F.pad(heads, (0, missing)) if missing else heads
 
 
 def _kernel_head_size(query: Tensor, value: Tensor) -> int:
-    """Return the smallest head size that holds both and that the kernel accepts."""
+    """Return the smallest head size that the kernel accepts and that holds both tensors' heads."""
     return -(-max(query.shape[-1], value.shape[-1]) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
 
 

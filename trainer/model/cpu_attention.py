@@ -1,13 +1,13 @@
-"""Packed attention as batched matrix products, for CPUs and for features that a GPU's kernel lacks.
+"""Packed attention as batched matrix products, for CPUs and for features that the GPU kernel lacks.
 
 torch's fused CPU kernel takes one document at a time, and its backward pass dominates a step of a
-small model. Here a group of documents, padded to its longest, is one batch;
-queries go in blocks that meet only the keys they may see. Scores are rounded to the compute dtype
-before the softmax, as in transformers' eager attention.
+small model. Here each group of documents, padded to the longest, is one batch. Queries are
+processed in blocks, each with only the keys that they may see. Scores are rounded to the compute
+dtype before the softmax, as in transformers' eager attention.
 
-Shape suffixes: N query heads, M key heads, G = N / M query heads that share one, T packed tokens, D
-documents of a group, L its padded length, P places (key heads and padded tokens of all groups), B
-queries of a block, C keys they may see, K head size.
+Shape suffixes: N query heads, M key heads, G = N / M query heads that share one key head, T packed
+tokens, D documents of a group, L its padded length, P places (key heads and padded tokens of all
+groups), B queries of a block, C keys they may see, K head size.
 """
 
 import functools
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 BLOCK_QUERIES = 128
 MAX_PADDING = 0.1
-"""A group's longest document is at most this much longer than its shortest."""
+"""A group's longest document is longer than its shortest by at most this share."""
 KEEP_LENGTH = 512
 """Probabilities of documents up to this length are kept for the backward pass. For longer documents
 they are recomputed, so memory stays linear in the length."""
@@ -36,14 +36,14 @@ class Scoring:
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
-    """c makes c * tanh(score / c) of each score."""
+    """A cap c turns each score into c * tanh(score / c)."""
     sinks: Tensor | None = None
-    """[N]: one more score per head in the softmax, as of a key without a value."""
+    """[N]: an extra score per head in the softmax, like that of a key without a value."""
     dropout: float = 0.0
 
 
 class DocumentGroups:
-    """The places of the rows (token * M + key head) of a micro-batch in padded batches."""
+    """Map the rows (token * M + key head) of a micro-batch to places in padded batches."""
 
     def __init__(
         self, seqlens: tuple[int, ...], *, num_key_heads: int, device: torch.device
@@ -69,7 +69,7 @@ class DocumentGroups:
         """The place of each row."""
         rows_P = _sent(rows_P, device)
         self.rows = rows_P.clamp(max=num_rows - 1)
-        """The row at each place. A padded place repeats the last row, and nothing sees it."""
+        """The row at each place. A padded place repeats the last row; no result depends on it."""
         self.rows_or_zero = rows_P.clamp(max=num_rows)
         """The row at each place; padded places take the row after the last, which holds zeros."""
 
@@ -119,8 +119,8 @@ class Block:
         return slice(self.first_key, self.last)
 
     def probabilities(self, queries: Tensor, keys: Tensor, sinks_MG: Tensor | None) -> Tensor:
-        """Return the softmax over the keys that each query may see, [D * M, B * G, C], with one
-        more column for sinks.
+        """Return the softmax over the keys that each query may see, [D * M, B * G, C], with an
+        extra column for sinks.
         """
         scores = self._scores(queries, keys)
         num_queries = self.last - self.first
@@ -142,7 +142,7 @@ class Block:
 
     def score_gradient(self, grad_p: Tensor, p: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the gradient of the scores, given `p` and its gradient. `grad_p` has no column for
-        sinks, because these have no value.
+        sinks, because sinks have no value.
         """
         num_keys = grad_p.shape[2]
         grad_p = F.pad(grad_p, (0, p.shape[2] - num_keys))

@@ -1,10 +1,10 @@
-"""LoRA adapters of experts: peft's `target_parameters`, computed as grouped products.
+"""LoRA adapters for experts: peft's `target_parameters`, computed as grouped products.
 
 peft adds the product of an adapter's two matrices to the stacked weights in every forward pass.
-Here the tokens go through both matrices instead, so no tensor of the weights' size is made.
+Here the tokens go through both matrices instead, so no tensor as large as the weights is made.
 
-Shape suffixes: T tokens of a micro-batch, K experts chosen for each, S = T * K pairs of both, sorted
-by expert, E experts, R rank, I inputs and O outputs of a product, H hidden size.
+Shape suffixes: T tokens of a micro-batch, K experts chosen for each, S = T * K (token, expert)
+pairs sorted by expert, E experts, R rank, I inputs and O outputs of a product, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _RANK_MULTIPLE = 8
-"""Grouped products take rows of a multiple of 16 bytes, also in bfloat16."""
+"""Ranks are padded to a multiple of this: grouped products require rows of a multiple of 16 bytes,
+which in bfloat16 is 8 elements.
+"""
 
 
 def adapt(model: nn.Module, name: str, weights: Sequence[str], settings: "LoraConfig") -> None:
-    """Put peft's wrappers around the module of experts `name`, one for each of its `weights`, in
-    the order in which peft puts them.
+    """Wrap the expert module `name` in peft's wrappers, one for each of its `weights`, in peft's
+    order.
     """
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -49,8 +51,10 @@ def adapt(model: nn.Module, name: str, weights: Sequence[str], settings: "LoraCo
 
 
 def _forward(outermost: Any, experts: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the experts with their adapters, or, where the self-check asks for transformers' own
-    forward pass, with the weights that peft makes.
+    """Run the experts with their adapters.
+
+    Where the self-check asks for transformers' own forward pass, use the weights that peft
+    computes.
     """
     if experts.config._experts_implementation == "eager":
         return type(outermost).forward(outermost, *args, **kwargs)
@@ -58,7 +62,7 @@ def _forward(outermost: Any, experts: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def grouped_mm(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Compute what transformers' grouped products do, and add what the adapters do."""
+    """Compute the same products as transformers' grouped experts, and add the adapters' results."""
     num_tokens, num_chosen = index_TK.shape
     expert_S, order_S = index_TK.flatten().sort()
     tokens_E = expert_S.new_zeros(experts.num_experts)
@@ -83,7 +87,7 @@ def grouped_mm(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Te
 def _product(
     experts: Any, name: str, input_SI: Tensor, *, expert_S: Tensor, ends_E: Tensor
 ) -> Tensor:
-    """Multiply each row by the weight of its expert, and add scaling * B A of its adapter."""
+    """Multiply each row by its expert's weight, and add the adapter's scaling * B A of the row."""
     bias_SO = getattr(experts, f"{name}_bias")[expert_S] if experts.has_bias else None
     output_SO: Tensor = _grouped_linear(
         input_SI, getattr(experts, name), ends_E, bias=bias_SO, is_transposed=experts.is_transposed

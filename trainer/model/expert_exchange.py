@@ -1,15 +1,17 @@
-"""Expert parallelism: ranks hold whole experts, and tokens are sent to the experts they chose.
+"""Expert parallelism: each rank holds whole experts, and tokens are sent to the experts chosen for
+them.
 
-The ranks of a group hold all experts between them. Parameters of experts stay `Shard(0)` over the
-whole mesh, as FSDP would shard them, so that checkpoints, optimizers and exports know nothing of the
-group size. With F shards and groups of G ranks, a rank computes E / G experts, which it gathers from
-F / G neighbours; where G is F, nothing is gathered.
+The ranks of a group hold all experts between them. Expert parameters stay `Shard(0)` over the whole
+mesh, as FSDP would shard them, so checkpoints, optimizers and exports do not depend on the group
+size. With F shards and groups of G ranks, a rank computes E / G experts, which it gathers from F /
+G neighbours. If G equals F, nothing is gathered.
 
-Tokens are exchanged once forward and once backward, in each direction, as in GShard (Lepikhin et
-al., 2020), but no token is dropped: ranks first tell each other how many they send.
+Tokens go to their experts' ranks and results come back, once in the forward pass and once in the
+backward pass, as in GShard (Lepikhin et al., 2020). Unlike GShard, no token is dropped: ranks first
+tell each other how many tokens they send.
 
-Shape suffixes: S pairs of a token and an expert on the rank of the token, R pairs on the rank of the
-expert, E experts, H hidden size.
+Shape suffixes: S (token, expert) pairs on the token's rank, R pairs on the expert's rank, E
+experts, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -30,7 +32,9 @@ class ExpertExchange:
     """Send tokens to the ranks of their experts, and results back."""
 
     def __init__(self, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-        """`mesh`: ("replica", "expert", "expert_shard"). `dtype`: of the experts' products."""
+        """`mesh` has the dimensions ("replica", "expert", "expert_shard"). `dtype` is that of the
+        experts' products.
+        """
         self.mesh, self.dtype = mesh, dtype
         self.group = mesh.get_group("expert")
         self.size = mesh["expert"].size()
@@ -38,10 +42,11 @@ class ExpertExchange:
     def send(
         self, rows_SH: Tensor, tokens_E: Tensor
     ) -> tuple[Tensor, Tensor, list[int], list[int]]:
-        """Return the rows whose experts this rank holds, the number of the expert of each row among
-        those, and how many rows were sent to each rank and received from each. Collective.
+        """Send rows to the ranks of their experts. Collective.
 
-        `rows_SH`: sorted by expert. `tokens_E`: rows for each expert.
+        `rows_SH`: sorted by expert. `tokens_E`: number of rows for each expert. Return the received
+        rows, the index of each row's expert among this rank's experts, and the numbers of rows sent
+        to and received from each rank.
         """
         counts = torch.empty_like(tokens_E)
         dist.all_to_all_single(counts, tokens_E, group=self.group)
@@ -55,13 +60,11 @@ class ExpertExchange:
         return rows_RH, ids_R, num_sent, num_received
 
     def exchange(self, rows: Tensor, num_received: list[int], num_sent: list[int]) -> Tensor:
-        """Send rows to the ranks of the group; the gradient goes back the way the rows came.
-        Collective.
-        """
+        """Send rows to the ranks of the group; gradients return the same way. Collective."""
         return all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self.group)
 
     def gather(self, parameter: nn.Parameter) -> Tensor:
-        """Return the experts that this rank computes, in the dtype of their products. Collective."""
+        """Return this rank's experts, in the dtype of their products. Collective."""
         gathered: Tensor = _Gather.apply(parameter, self)
         return gathered
 
@@ -73,7 +76,7 @@ class ExpertExchange:
 
 
 class _Gather(torch.autograd.Function):
-    """Gather the shards of the neighbours; sum the gradient in float32, as FSDP does."""
+    """Gather the neighbours' shards; sum the gradient in float32, as FSDP does."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, exchange: ExpertExchange) -> Tensor:
@@ -105,9 +108,11 @@ class _Gather(torch.autograd.Function):
 def distribute(
     modules: Sequence[Any], mesh: DeviceMesh, expert_mesh: DeviceMesh, dtype: torch.dtype
 ) -> set[nn.Parameter]:
-    """Let these modules exchange tokens. Return their parameters, which FSDP must leave alone.
+    """Let these expert modules exchange tokens. Return their parameters, which FSDP must leave
+    alone.
 
-    `mesh`: of all parameters. Raises `ConfigError`.
+    `mesh`: of all parameters. Raises `ConfigError` if the shards cannot hold equal numbers of
+    experts.
     """
     exchange, found = ExpertExchange(expert_mesh, dtype), set[nn.Parameter]()
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]

@@ -1,5 +1,5 @@
-"""Mixtures of experts: the products of experts, the load of each expert, and the auxiliary loss
-that keeps the load even.
+"""Mixtures of experts: their matrix products, the load of each expert, and the auxiliary loss that
+keeps the load even.
 
 Shape suffixes: T tokens of a micro-batch, K experts chosen for each, E experts, H hidden size.
 """
@@ -28,9 +28,11 @@ logger = logging.getLogger(__name__)
 def counted_grouped_mm(
     experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """Compute all experts in one grouped product. It waits for no device, unlike transformers' loop
-    over the experts that were chosen. In training each module remembers how many tokens of its last
-    forward pass every expert got.
+    """Compute all experts in one grouped product.
+
+    Unlike transformers' loop over the chosen experts, this does not wait for the device. In
+    training, each module stores in `tokens_E` how many tokens every expert got in the last forward
+    pass.
     """
     exchange: ExpertExchange | None = vars(experts).get("exchange")
     if experts.training or exchange is not None:
@@ -56,12 +58,12 @@ def _exchanged_grouped_mm(
     index_TK: Tensor,
     weights_TK: Tensor,
 ) -> Tensor:
-    """Compute each pair of a token and an expert on the rank that holds the expert.
+    """Compute each (token, expert) pair on the rank that holds the expert.
 
-    S pairs of this rank, R pairs that this rank computes. The routers' weights stay here: they are
-    applied to what comes back.
+    S pairs of this rank's tokens, R pairs that this rank computes. The routers' weights stay on
+    this rank, which applies them to the results that come back.
     """
-    order_S = index_TK.flatten().argsort(stable=True)  # by expert, and so by the rank that has it
+    order_S = index_TK.flatten().argsort(stable=True)  # by expert, and thus by its rank
     rows_RH, expert_ids_R, num_sent, num_received = exchange.send(
         hidden_TH[order_S // index_TK.shape[1]], experts.tokens_E
     )
@@ -80,7 +82,7 @@ def _exchanged_grouped_mm(
 
 
 def compute_without_exchange(experts: Any, *args: Tensor) -> Tensor:
-    """Compute all experts on this rank by transformers' own forward. Collective."""
+    """Compute all experts on this rank with transformers' own forward. Collective."""
     whole = copy.copy(experts)
     whole._parameters = {
         name: experts.exchange.gather_all(parameter)
@@ -91,7 +93,7 @@ def compute_without_exchange(experts: Any, *args: Tensor) -> Tensor:
 
 
 def experts_of(model: nn.Module) -> list[Any]:
-    """Return the modules of experts: one for each layer with experts."""
+    """Return the expert modules: one for each layer with experts."""
     return [
         module
         for module in model.modules()
@@ -100,26 +102,26 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def num_chosen(config: PretrainedConfig) -> int | None:
-    """Return how many routed experts compute a token; None if config.json has no single number."""
+    """Return how many routed experts process a token; None if config.json has no single number."""
     number = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
     return number if isinstance(number, int) else None
 
 
 class Routers:
-    """Statistics and auxiliary loss of a model's routers over the global batch. Without experts all
-    methods return empty results.
+    """Statistics and auxiliary loss of a model's routers over the global batch. Without experts,
+    all methods return empty results.
 
     The loss is transformers' `load_balancing_loss_func`: E * sum over experts of f * P. P is the
     expert's mean router probability over this step's tokens and all layers; f is the share of
-    tokens sent to the expert. The loss is not additive over micro-batches. So f comes from the
-    previous global step (zero in the first step) and is saved with the state; the rest is a sum
-    over tokens. f counts the experts that were selected, including by a bias.
+    tokens sent to the expert. The loss is not additive over micro-batches. Therefore f comes from
+    the previous global step (zero in the first step) and is saved with the state; the rest is a sum
+    over tokens. f counts the experts as selected, with any selection bias applied.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._experts = experts_of(model)
         if len({experts.num_experts for experts in self._experts}) > 1:
-            self._experts = []  # layers that differ have no common distribution
+            self._experts = []  # different numbers of experts have no common distribution
         self._recorded = list(_recorded_routers(model))
         config: Any = model.config
         names = ("router_aux_loss_coef", "aux_loss_coef")
@@ -155,11 +157,11 @@ class Routers:
         self._loss = self._fractions_E.new_zeros(())
 
     def add(self, batch: PackedBatch, num_tokens: int) -> Tensor:
-        """Add the routers' statistics of a micro-batch, between its forward and backward pass
-        (recomputation would count again). Return its part of the auxiliary loss, to be
-        differentiated: float64 scalar.
+        """Add the routers' statistics of a micro-batch, and return its part of the auxiliary loss.
 
-        `num_tokens`: of the global batch.
+        The result is a float64 scalar that can be differentiated. Call this between the forward and
+        the backward pass, because recomputation would count the tokens again. `num_tokens`: of the
+        global batch.
         """
         if batch.num_tokens and self._experts:
             self._tokens_LE += torch.stack([experts.tokens_E for experts in self._experts])
@@ -173,15 +175,17 @@ class Routers:
         return loss * self._coefficient
 
     def take(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Return (sums, tokens by layer and expert) of this rank's micro-batches, and start again
-        at zero.
+        """Return (sums, tokens by layer and expert) of this rank's micro-batches, and reset both to
+        zero.
         """
         loss, tokens_LE = self._loss, self._tokens_LE
         self._begin()
         return {"moe/router_loss": loss} if self._coefficient else {}, tokens_LE
 
     def settle(self, tokens: Tensor, batch: StepBatch) -> dict[str, Tensor]:
-        """Return the metrics of the tokens of all ranks. The next step's loss uses their shares."""
+        """Return the load metric for `tokens`, the counts by layer and expert summed over all
+        ranks. The next step's loss uses the experts' shares of these counts.
+        """
         if not self._experts:
             return {}
         tokens_LE = tokens.view_as(self._tokens_LE)
@@ -197,7 +201,9 @@ class Routers:
 
 
 def _recorded_routers(model: PreTrainedModel) -> Iterator[tuple[Any, int]]:
-    """Yield each module whose router logits transformers records, and their index in its output."""
+    """Yield each module whose router logits transformers records, and the logits' index in its
+    output.
+    """
     base: Any = model.base_model
     found = base.can_record_outputs.get("router_logits", [])
     for recorder in found if isinstance(found, list) else [found]:
@@ -209,8 +215,9 @@ def _recorded_routers(model: PreTrainedModel) -> Iterator[tuple[Any, int]]:
 
 
 def _note_probabilities(router: Any, args: Any, output: Any, *, index: int) -> None:
-    """Sum the probabilities over the tokens of a forward pass. A hook does this inside the layer,
-    so that recomputation keeps nothing per token for it.
+    """Sum the probabilities over the tokens of a forward pass.
+
+    This hook runs inside the layer, so that recomputation keeps nothing per token for the sum.
     """
     if router.training:
         logits_TE = output[index] if isinstance(output, tuple) else output

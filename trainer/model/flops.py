@@ -1,4 +1,4 @@
-"""Costs of samples in operations, from the shapes of a model."""
+"""Costs of samples in floating-point operations, computed from the shapes of a model."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,22 +17,23 @@ from trainer.model.packed_lm import decoder_layers
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of forward and backward pass: 6 per matrix parameter and token, plus
-    attention. The head is computed at supervised positions only. A frozen parameter needs no
-    gradient of its own, so it costs 4; if nothing before it is trained, its input needs none
-    either, so it costs 2.
+    """Floating-point operations of the forward and backward pass.
+
+    The cost is 6 per matrix parameter and token, plus attention. The head is computed only at
+    supervised positions. A frozen parameter costs 4, because it needs no gradient of its own. It
+    costs 2 if nothing before it is trained, because its input then needs no gradient either.
 
     Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two
-    products forward, four backward, no credit for causality or recomputation. Source: PaLM (2022),
-    appendix B. Within a sliding window, n**2 becomes `squared_length`.
+    products forward, four backward, without credit for causality or recomputation. Source: PaLM
+    (2022), appendix B. Within a sliding window, n**2 becomes `squared_length`.
     """
 
     per_token: float
     per_loss_token: float
     per_squared_length: float
-    """Cost of the layers without a window."""
+    """Attention cost of the layers without a window."""
     per_window: Mapping[int, float] = field(default_factory=dict)
-    """{sliding window: the same of the layers that have it}."""
+    """{sliding window: attention cost of the layers with this window}."""
 
     def of(self, batch: StepBatch) -> float:
         matrices = self.per_token * batch.num_tokens + self.per_loss_token * batch.num_loss_tokens
@@ -48,18 +49,19 @@ class StepFlops:
 
 
 def step_flops(model: PreTrainedModel) -> StepFlops | None:
-    """Return the cost of a step; None for a model with states (parameters of three dimensions other
-    than experts), whose cost is not known here.
+    """Return the cost of a step; None for a model with states (parameters with three dimensions
+    that are not experts), whose cost is unknown.
     """
     shares = _met_shares(model)
     return _flops(model) if all(p.ndim < 3 or p in shares for p in model.parameters()) else None
 
 
 def length_costs(model: PreTrainedModel) -> tuple[float, dict[int, float]]:
-    """Return (c, {window w: c_w}): n supervised tokens cost in proportion to n + c * n**2 + the sum
-    over sliding windows of c_w * `squared_length(n, w)`, if attention skips masked pairs.
+    """Return (c, {window w: c_w}), which give the cost of a sample by its length.
 
-    An architecture without attention heads has c = 0 and no windows.
+    n supervised tokens cost in proportion to n + c * n**2 + the sum over sliding windows of c_w *
+    `squared_length(n, w)`, if attention skips masked pairs. An architecture without attention heads
+    has c = 0 and no windows.
     """
     cost = _flops(model)
     doubled = 2 * (cost.per_token + cost.per_loss_token)
@@ -69,8 +71,8 @@ def length_costs(model: PreTrainedModel) -> tuple[float, dict[int, float]]:
 
 
 def _met_shares(model: PreTrainedModel) -> dict[nn.Parameter, float]:
-    """Return {parameter of experts: share of it that a token is multiplied by}. Biases of experts
-    have two dimensions.
+    """Return {expert parameter: share of it that a token is multiplied by}. Expert biases, which
+    have two dimensions, get 0.
     """
     chosen = num_chosen(model.config) or 0
     modules = experts_of(model) if chosen else []
@@ -85,7 +87,7 @@ def _met_shares(model: PreTrainedModel) -> dict[nn.Parameter, float]:
 
 
 def _flops(model: PreTrainedModel) -> StepFlops:
-    """Return the cost of a step. A lookup of embeddings costs nothing; tied embeddings count as the
+    """Return the cost of a step. An embedding lookup costs nothing; tied embeddings count as the
     head.
     """
     config = model.config.get_text_config()
@@ -94,7 +96,7 @@ def _flops(model: PreTrainedModel) -> StepFlops:
     lookups = (module for module in model.modules() if isinstance(module, nn.Embedding))
     outside = {head.weight, *(lookup.weight for lookup in lookups)}
     shares, per_token, is_reached = _met_shares(model), 0.0, False
-    for parameter in model.parameters():  # in the order they are used in
+    for parameter in model.parameters():  # in order of use
         is_reached |= parameter.requires_grad
         if parameter.ndim >= 2 and parameter not in outside:
             per_token += (
@@ -115,14 +117,15 @@ def _flops(model: PreTrainedModel) -> StepFlops:
 
 
 def _per_use(parameter: nn.Parameter, is_reached: bool) -> int:
-    """Return operations per element and token: two forward, two for the gradient of the input if
-    anything at or before it is trained, two for its own gradient.
+    """Return operations per element and token: two forward, two for the input's gradient if this
+    parameter or an earlier one is trained, and two for the parameter's own gradient if it is
+    trained.
     """
     return 2 + 2 * is_reached + 2 * parameter.requires_grad
 
 
 def _first_reached_layer(model: PreTrainedModel) -> int:
-    """Return the first layer that a gradient passes through."""
+    """Return the number of the first layer that a gradient passes through."""
     lookup: Any = model.get_input_embeddings()
     parts = [[lookup.weight], *(layer.parameters() for layer in decoder_layers(model))]
     trained = [
@@ -132,10 +135,10 @@ def _first_reached_layer(model: PreTrainedModel) -> int:
 
 
 def _window(config: PretrainedConfig, layer: PretrainedConfig, number: int) -> int | None:
-    """Return how many tokens each token of a layer sees at most, itself included; None: all
-    before it.
+    """Return the largest number of tokens that a token sees in a layer, itself included; None if it
+    sees all tokens before it.
 
-    Where config.json has no types of layers, a window is that of all layers.
+    If config.json has no layer types, its window applies to all layers.
     """
     window = getattr(layer, "sliding_window", None)
     types = getattr(config, "layer_types", None)

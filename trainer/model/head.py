@@ -1,7 +1,7 @@
 """The output projection with the loss inside: the full logits never exist.
 
-Shape suffixes: S supervised positions, B those whose logits exist, C those the loss is computed of,
-H hidden size, V vocabulary.
+Shape suffixes: S supervised positions, B positions of a block, whose logits exist at a time, C
+positions of a chunk, for which the loss is computed, H hidden size, V vocabulary.
 """
 
 from typing import Any
@@ -14,31 +14,33 @@ from trainer.data.batch import LossOutput
 from trainer.model.losses import Loss, LossAndGradient
 
 BLOCK_TOKENS, LOGITS_BYTES = 4096, 5 * 2**28
-"""Positions whose logits exist at a time, and bytes that these logits may take. Each block rewrites
-the weight's gradient: 6.5 GB of memory traffic for 7B and V = 152k, little compared with the
-products of 4,096 positions. The block depends on vocabulary and dtype, not on the card, so the sum
-over blocks rounds equally wherever a run continues.
+"""Largest number of positions whose logits exist at a time, and largest size of these logits in
+bytes. Each block rewrites the weight's gradient: 6.5 GB of memory traffic for a 7B model with V =
+152k, little compared with the products of 4,096 positions. The block size depends on vocabulary and
+dtype, not on the card, so the sum over blocks rounds equally wherever a run continues.
 """
 CHUNKS = 8
-"""Chunks of a block. The loss takes several times a chunk's logits in float32, so it is computed
-chunk by chunk.
+"""Number of chunks in a block. The loss needs several times the memory of a chunk's logits, in
+float32, so it is computed chunk by chunk.
 """
 
 
 class LossHead(nn.Linear):
-    """`lm_head` with its name and parameters. Given labels, it returns their loss instead of
-    logits.
+    """A replacement for `lm_head` with the same name and parameters. Given labels, it returns their
+    loss instead of logits.
 
-    Because it is one module call, it is one all-gather and one reduce-scatter under FSDP, however
-    many blocks it computes.
+    One module call computes all blocks, so under FSDP there is one all-gather and one
+    reduce-scatter, however many blocks there are.
     """
 
     loss: LossAndGradient
-    """The trained loss, or its compiled form: one pass over the logits instead of several."""
+    """The trained loss, or its compiled form, which passes over the logits once instead of several
+    times.
+    """
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, loss: Loss) -> "LossHead":
-        """Take over the parameters of `linear` (tied ones stay tied)."""
+        """Take over the parameters of `linear`; tied parameters stay tied."""
         head = cls.__new__(cls)
         vars(head).update(vars(linear), loss=loss)
         return head
@@ -46,8 +48,9 @@ class LossHead(nn.Linear):
     def forward(  # type: ignore[override]  # a linear layer gives a tensor; so does this one without labels
         self, hidden_SH: Tensor, labels_S: Tensor | None = None
     ) -> Tensor | LossOutput:
-        """Return the trained loss of the labels and their cross-entropy; without gradients,
-        cross-entropy as both; without labels, logits.
+        """Return the trained loss of the labels and their cross-entropy.
+
+        Without gradients, return the cross-entropy as both. Without labels, return logits.
         """
         if labels_S is None:
             return super().forward(hidden_SH)
@@ -67,8 +70,8 @@ class LossHead(nn.Linear):
 
 
 def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the number of positions in a block and in a chunk. A block is a power of two, as
-    micro-batches often are.
+    """Return the number of positions in a block and in a chunk. A block is a power of two, like
+    many micro-batch sizes.
     """
     num_fitting = LOGITS_BYTES // (vocabulary * dtype.itemsize)
     block_size = min(BLOCK_TOKENS, 1 << num_fitting.bit_length() >> 1)
@@ -83,26 +86,31 @@ def measure(logits_SV: Tensor, labels_S: Tensor) -> LossOutput:
 
 
 def likeliest(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
-    """Return where no token is likelier than the label. A maximum costs a tenth of an argmax."""
+    """Return True at each position where no token is likelier than the label. A maximum costs a
+    tenth of an argmax.
+    """
     return logits_SV.gather(1, labels_S[:, None])[:, 0] >= logits_SV.amax(dim=-1)
 
 
 def train(logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> LossOutput:
-    """Apply `loss` with its own gradient to logits that exist as a whole."""
+    """Apply `loss` with its own gradient to logits that are in memory all at once."""
     return LossOutput(*_LossOfLogits.apply(logits_SV, labels_S, loss))
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """Scale in place, since the gradient may be as large as the weight in float32. A
-    zero-dimensional scalar would first be rounded to the gradient's dtype, which shifts the whole
-    gradient by up to 0.4 %; a tensor of one dimension is not.
+    """Scale in place, because the gradient may be as large as the weight in float32.
+
+    A zero-dimensional scalar would first be rounded to the gradient's dtype, which shifts the whole
+    gradient by up to 0.4 %. A one-dimensional tensor is not rounded.
     """
     return gradient.mul_(scale.float()[None])
 
 
 def _shown(losses_S: Tensor, measured: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy [S] and the float64 sums [K] of further terms, from what was
-    measured chunk by chunk [1 + K, C]: in no chunk, if no position is supervised.
+    """Return the cross-entropy [S] and the float64 sums [K] of further terms.
+
+    `measured` holds their values for each chunk, [1 + K, C]; it is empty if no position is
+    supervised.
     """
     measured_KS = torch.cat(measured, dim=1) if measured else losses_S[None]
     return measured_KS[0], measured_KS[1:].sum(dim=1, dtype=torch.float64)
@@ -128,8 +136,9 @@ class _LossOfLogits(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Summed loss whose gradients are computed block by block in the forward pass. The weight's
-    gradient is summed in float32.
+    """Summed loss whose gradients are computed block by block in the forward pass.
+
+    The weight's gradient is summed in float32.
     """
 
     @staticmethod

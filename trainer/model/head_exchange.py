@@ -1,11 +1,11 @@
-"""Sequence parallelism: ranks hold shares of a micro-batch's positions, and attend with all positions
-of a share of the heads.
+"""Sequence parallelism: each rank holds a share of a micro-batch's positions, and computes
+attention over all positions for its share of the heads.
 
-The ranks of a data rank exchange positions for heads (DeepSpeed Ulysses, 2023): each layer sends
-queries, keys, values and outputs once, `(size - 1) / size` of them, and their gradients back.
+The ranks of a data rank exchange positions for heads (DeepSpeed Ulysses, 2023). Each layer sends
+`(size - 1) / size` of its queries, keys, values and outputs once, and of their gradients once.
 
-Shape suffixes: N heads, T positions, K head size; the ranks' shares of either differ by one
-position at most.
+Shape suffixes: N heads, T positions, K head size. The ranks' shares of the positions differ by at
+most one.
 """
 
 from collections.abc import Callable
@@ -49,8 +49,9 @@ class HeadExchange:
         value: Tensor,
         scoring: Scoring,
     ) -> Tensor:
-        """Call `attention` on q, k, v [1, heads, T, K] of all positions and this rank's heads.
-        Return [1, T, N, K] of this rank's positions and all heads.
+        """Call `attention` on q, k, v [1, heads, T, K] with all positions and this rank's heads.
+
+        Return [1, T, N, K] with this rank's positions and all heads.
         """
         require_divisible(query.shape[1], self._size)
         if scoring.sinks is not None:

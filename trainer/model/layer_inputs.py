@@ -1,7 +1,7 @@
-"""Keep the inputs of layers in host memory between their forward and backward passes.
+"""Keep layer inputs in host memory between the layers' forward and backward passes.
 
-When layers are recomputed, their inputs are all that a micro-batch keeps: tokens x hidden size for
-each layer.
+When layers are recomputed, a micro-batch keeps only their inputs: tokens x hidden size for each
+layer.
 """
 
 import weakref
@@ -20,15 +20,15 @@ from trainer.model.attention import checkpoint_contexts
 class HostCopy:
     """A tensor in host memory until the backward pass asks for it.
 
-    On a GPU both copies run concurrently with the computation, on their own stream. The newest
-    tensor stays on its device until there is a newer one: by then it is copied, and the last one is
-    needed first.
+    On a GPU, the copies to the host and back run on a separate stream, concurrently with the
+    computation. The newest tensor stays on its device until there is a newer one. By then it has
+    been copied. The very last tensor stays, because the backward pass needs it first.
     """
 
     def __init__(
         self, tensor: Tensor, before: "HostCopy | None", stream: torch.cuda.Stream | None
     ) -> None:
-        """`before`: the copy made before this one, which the backward pass needs after it."""
+        """`before`: the previous copy, which the backward pass needs after this one."""
         self._device, self._stream = tensor.device, stream
         self._before = None if before is None else weakref.ref(before)
         self._on_device: Tensor | None = tensor
@@ -39,7 +39,7 @@ class HostCopy:
             self.host.copy_(tensor, non_blocking=True)
 
     def get(self) -> Tensor:
-        """Return the tensor on its device, and start fetching the one that is needed next."""
+        """Return the tensor on its device, and start to fetch the one that is needed next."""
         tensor = self._fetch()
         self._leave()
         if self._before is not None and (before := self._before()) is not None:
@@ -54,15 +54,15 @@ class HostCopy:
         return self._on_device
 
     def _leave(self) -> None:
-        """Free the memory on the device. The computation waits for the copy first: only then may
-        the memory be reused.
+        """Free the memory on the device. The computation first waits for the copy, because only
+        then may the memory be reused.
         """
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._on_device = None
 
     def _beside(self) -> AbstractContextManager[object]:
-        """Run on the stream of the copies, after the computation so far."""
+        """Return a context that runs work on the copy stream, after the computation so far."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -70,7 +70,7 @@ class HostCopy:
 
 
 class HostInputs:
-    """The inputs of all layers of a model. Layers are called through `checkpoint`."""
+    """Host copies of the inputs of a model's layers. Layers are called through `checkpoint`."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None

@@ -1,5 +1,7 @@
-"""Fill a sharded model with weights: every rank reads only its own slices, or makes them from a
-keyed seed.
+"""Fill a sharded model with weights.
+
+Every rank reads only its own slices from the files. Random weights are made on rank 0 from a seed
+and broadcast.
 """
 
 import copy
@@ -24,8 +26,8 @@ _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 def materialize(
     model: PreTrainedModel, device: torch.device, *, buffer_device: torch.device
 ) -> None:
-    """Give every parameter memory on `device` (undefined values). Buffers keep their values, and
-    tied parameters stay tied.
+    """Allocate memory for every parameter on `device`, with undefined values. Buffers keep their
+    values, and tied parameters stay tied.
     """
     buffers = dict(model.named_buffers())
     is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -38,9 +40,11 @@ def materialize(
 
 
 def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> None:
-    """Fill the model. Collective. Every rank reads its own slices of tensors that the files store
-    as the model does, and one group at a time of those that transformers converts. With
-    `random_weights` the architecture's own initialisation is used, keyed by the seed.
+    """Fill the model. Collective.
+
+    If the files store a tensor as the model does, every rank reads its own slices of it. Tensors
+    that transformers converts are read whole, one group at a time. With `random_weights`, the
+    architecture's own initialisation is used, keyed by the seed.
     """
     if source.random_weights:
         _from_main_rank(model, _initialized(model, source, seed) if dist.get_rank() == 0 else {})
@@ -79,8 +83,8 @@ def fill(
     *,
     may_grow: bool = False,
 ) -> None:
-    """Copy this rank's slices from the tensors of the files into those of the model. With
-    `may_grow` the files may have fewer rows.
+    """Copy this rank's slices from the files' tensors into the model's. With `may_grow`, the files
+    may have fewer rows than the model.
     """
     stored, own = [files[name] for name in group.stored], [tensors[name] for name in group.own]
     if all(tensor.is_floating_point() for tensor in own):
@@ -115,7 +119,9 @@ def _require_shape(found: Sequence[int], tensor: Tensor, what: str) -> None:
 
 
 def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict[str, Tensor]:
-    """Return transformers' own initialisation, made on the CPU: equal for every number of ranks."""
+    """Return transformers' own initialisation, made on the CPU so that it is equal for every number
+    of ranks.
+    """
     config = copy.deepcopy(model.config)  # the attention chosen below is written into it
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.key("init", seed))

@@ -1,6 +1,6 @@
 """Choose the layers that get LoRA adapters, and say why others cannot have one.
 
-Layers are chosen by their full names, because peft gives some names in `target_modules` another
+Layers are chosen by their full names, because peft gives some names in `target_modules` a different
 meaning: see `written`.
 """
 
@@ -21,7 +21,7 @@ ALL_LINEAR = "all-linear"
 _LINEAR = (nn.Linear, Conv1D)
 _ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
 _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Names of the layers of one expert that peft may convert to stacked weights."""
+"""Names of an expert's layers that peft may convert to stacked weights."""
 _NO_HEAD = (
     "the embeddings and the output head cannot have adapters here: the head holds the loss, and "
     "may share the embeddings' weight"
@@ -32,12 +32,12 @@ _NO_MIXER = "the fused kernels of Mamba read its weight directly, past an adapte
 def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> list[str]:
     """Return the full names of the layers that `targets` names, in the model's order.
 
-    `targets` is `all-linear`, a list of ends of names, or one regular expression of whole names.
-    The stacked weights of experts are named with their module only, as `experts.down_proj`: a
-    plain `down_proj` means dense layers and shared experts.
+    `targets` is `all-linear`, a list of name endings, or one regular expression that matches whole
+    names. Stacked expert weights are named together with their module, for example
+    `experts.down_proj`: a plain `down_proj` means dense layers and shared experts.
 
-    Raises `ConfigError`, which begins with `said`, if a target names no layer, or one that cannot
-    have an adapter.
+    Raises `ConfigError`, whose message begins with `said`, if a target names no layer, or names a
+    layer that cannot have an adapter.
     """
     stacked = expert_weights(model)
     obstacles = _obstacles(model) | dict.fromkeys(stacked, "")
@@ -76,7 +76,7 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
 
 
 def expert_weights(model: PreTrainedModel) -> list[str]:
-    """Return the stacked weights of experts that can have adapters, in peft's order of them."""
+    """Return the stacked expert weights that can have adapters, in peft's order."""
     return [
         f"{name}.{weight}"
         for name, module in model.named_modules()
@@ -87,7 +87,7 @@ def expert_weights(model: PreTrainedModel) -> list[str]:
 
 
 def is_router(name: str) -> bool:
-    """Return True for a module that chooses or weighs the experts of a token."""
+    """Return True for a module that chooses the experts of a token or computes their weights."""
     return not _ROUTER_NAMES.isdisjoint(name.split("."))
 
 
@@ -95,10 +95,10 @@ def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], li
     """Return the (target_modules, target_parameters) with which peft adapts exactly the layers
     `names`.
 
-    For some mixtures of experts peft takes every target module that ends in gate_proj, up_proj or
-    down_proj for the experts' stacked weights, even if it belongs to a dense MLP or a shared
-    expert: it converts adapters that were trained when each expert had its own layers. A parameter
-    `…gate_proj.weight` is not converted and gets the same adapter.
+    For some mixtures of experts, peft takes every target module that ends in gate_proj, up_proj or
+    down_proj for stacked expert weights, even in a dense MLP or a shared expert. It does this to
+    convert adapters that were trained when each expert had its own layers. It does not convert a
+    parameter `…gate_proj.weight`, which gets the same adapter.
     """
     adapted = set(names)
     left_out = {leaf(name) for name, _ in model.named_modules() if name not in adapted}
@@ -110,7 +110,7 @@ def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], li
 
 
 def summary(model: PreTrainedModel, *, rank: int) -> str:
-    """Return a line with the layers that have adapters and those that do not, by the last part of
+    """Return a line that lists the layers with adapters and those without, by the last part of
     their names.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -154,11 +154,11 @@ def _obstacles(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _read_by_kernels(name: str, module: nn.Module) -> list[str]:
-    """Name the layers of a Mamba mixer but its in_proj.
+    """Return the names of a Mamba mixer's layers, except its in_proj.
 
-    In training the fused kernels take the weights of these themselves: an adapter around such a
-    layer would get no gradient on a GPU. peft refuses out_proj and conv1d of some of these families
-    for that reason.
+    In training, the fused kernels read the weights of these layers directly, so an adapter around
+    such a layer would get no gradient on a GPU. peft refuses out_proj and conv1d of some of these
+    families for that reason.
     """
     if not {"A_log", "D"} <= module._parameters.keys():
         return []
@@ -172,7 +172,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _is_one_product(layer: Any) -> bool:
-    """Return True if a linear layer, also one with its own forward, maps each row to one row."""
+    """Return True if a linear layer maps each row to one row, even if it has its own forward."""
     if isinstance(layer, Conv1D) or type(layer).forward is nn.Linear.forward:
         return True
     try:
@@ -187,11 +187,11 @@ def leaf(name: str) -> str:
 
 
 def _converted_by_peft(model: PreTrainedModel, leaves: set[str]) -> set[str]:
-    """Return the target modules that peft would take for experts of this architecture."""
+    """Return the target modules that peft would take for expert layers in this architecture."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    # it asks for layers that are fused in pairs, so all are offered
+    # peft requires both layers of a fused pair, so all are offered
     probe = LoraConfig(target_modules=sorted(leaves | set(_EXPERT_LAYERS)))
     convert_peft_config_for_transformers(probe, model, None)
     return leaves - set(probe.target_modules or ())

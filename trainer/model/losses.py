@@ -1,10 +1,11 @@
-"""Trained losses of logits and labels, by name.
+"""Losses that can be trained, by name, as functions of logits and labels.
 
 A loss sees the supervised positions of one chunk of a micro-batch, so it must treat every position
-by itself: then the step's loss, their sum over the global count, depends on no chunk, micro-batch
-or rank. `train/loss` and validation always show cross-entropy, whatever is trained.
+separately. Then the step's loss, the sum over positions divided by their global count, does not
+depend on chunks, micro-batches or ranks. `train/loss` and validation always show cross-entropy,
+whichever loss is trained.
 
-Shape suffixes: C positions of one chunk, V vocabulary, K terms beside the main one.
+Shape suffixes: C positions of one chunk, V vocabulary, K terms besides the main one.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 Formula = Callable[["Tensor", "Tensor"], "Tensor"]
 """(logits [C, V] in float32 or wider, labels int64 [C]) -> values [C], differentiable by torch."""
 LossAndGradient = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor"]]
-"""(logits, labels) -> (trained losses float32 [C], gradient of their sum by the logits, in their
-dtype [C, V], what is shown float32 [1 + K, C]: cross-entropy and the K further terms).
+"""(logits, labels) -> (trained losses float32 [C], gradient of their sum with respect to the
+logits, in the logits' dtype [C, V], logged values float32 [1 + K, C]: cross-entropy and the K
+further terms).
 """
 
 
@@ -34,16 +36,16 @@ class Term:
 class Loss:
     """The trained loss: a main formula and further weighted terms.
 
-    Calling it returns what `LossAndGradient` describes.
+    A call returns the tuple that `LossAndGradient` describes.
     """
 
     main: Formula
     fused: LossAndGradient | None = None
-    """The losses of `main` with their gradient, in fewer passes over the logits; the start of every
-    run compares them with autograd of the formula. It does not know further terms.
+    """The losses of `main` with their gradient, in fewer passes over the logits and without further
+    terms. At its start, every run compares them with autograd of the formula.
     """
     terms: Mapping[str, Term] = field(default_factory=dict)
-    """Term by name. Each is logged as `train/objective/<name>`, without its weight."""
+    """{name: term}. Each term is logged as `train/objective/<name>`, without its weight."""
 
     @property
     def is_cross_entropy(self) -> bool:
@@ -80,8 +82,8 @@ def cross_entropy(logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
 
 
 def dft(logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
-    """Return the loss of Dynamic Fine-Tuning: -p log p(label), where the weight p = p(label) is a
-    constant for the gradient.
+    """Return the Dynamic Fine-Tuning loss: -p log p(label), where the gradient treats the weight p
+    = p(label) as a constant.
 
     Tokens that the model finds unlikely no longer dominate the update. Source: arXiv 2508.05629,
     equation 9.

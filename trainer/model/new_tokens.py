@@ -1,4 +1,4 @@
-"""Add tokens to a model: a directory with a longer tokenizer, and rows for them in the weights."""
+"""Add tokens to a model: a directory with a longer tokenizer, and new rows in the weights."""
 
 import hashlib
 import json
@@ -22,22 +22,24 @@ from trainer.runtime.files import publish
 
 logger = logging.getLogger(__name__)
 ROW_MULTIPLE = 64
-"""A vocabulary grows to a multiple of this, for which matrix products are fast."""
+"""The vocabulary size grows to a multiple of this number, for which matrix products are fast."""
 NOISE = 0.1
-"""Noise as a share of the rows' spread: new tokens begin near the average token, but not equal."""
+"""Noise as a share of the rows' spread: new tokens begin near the average token, but differ from it
+and from each other.
+"""
 _CHANGED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, dict[str, int]]:
-    """Return (a directory like `path` whose tokenizer has `tokens`, {added token: id}).
+    """Return a directory like `path` whose tokenizer has `tokens`, and {added token: id}.
 
-    All files except config and tokenizer are links to those of `path`. Raise `ConfigError` or
-    `CannotWriteError`.
+    All files except the config and the tokenizer are links to those of `path`. Raise `ConfigError`
+    if the tokens cannot be added, and `CannotWriteError` if the directory cannot be written.
     """
     source = Path(path).resolve()
     try:
         tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises nothing else
+    except Exception as error:  # tokenizers raises only plain `Exception`
         raise ConfigError(
             f"model.new_tokens: {source / 'tokenizer.json'} cannot be read ({error}); tokens are "
             f"added there: make it with "
@@ -86,7 +88,7 @@ def _longer(source: Path, num_tokens: int) -> str:
 
 
 def _described(source: Path, ids: dict[str, int]) -> str:
-    """Return tokenizer_config.json, which lists added tokens too."""
+    """Return tokenizer_config.json, with the new tokens in its list of added tokens if it has one."""
     tree = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     if "added_tokens_decoder" in tree:
         tree["added_tokens_decoder"] |= {
@@ -97,8 +99,8 @@ def _described(source: Path, ids: dict[str, int]) -> str:
 
 
 def _directory(source: Path, contents: dict[str, str], cache_dir: Path) -> Path:
-    """Make the directory, named by a hash of its contents: it is made once, and ranks that make it
-    at the same time make equal ones.
+    """Create the directory, named by a hash of its contents. It is created once, and ranks that
+    create it at the same time create equal ones.
     """
     key = json.dumps([str(source), sorted(os.listdir(source)), contents], sort_keys=True)
     target = cache_dir.resolve() / "models" / hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -118,11 +120,10 @@ def _directory(source: Path, contents: dict[str, str], cache_dir: Path) -> Path:
 
 @torch.no_grad()
 def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, seed: int) -> None:
-    """Fill the rows of new tokens, and those that only pad the vocabulary. Collective. A row is the
-    mean of the trained tokens' rows plus noise, which depends on (seed, token) and not on the
-    number of ranks.
+    """Fill the rows of new tokens and the rows that only pad the vocabulary. Collective.
 
-    `num_stored`: rows of the loaded weights.
+    A row is the mean of the trained tokens' rows plus noise, which depends on (seed, token) and not
+    on the number of ranks. `num_stored`: rows of the loaded weights.
     """
     head: Any = model.get_output_embeddings()
     first = min(*ids.values(), num_stored)
@@ -139,7 +140,7 @@ def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, s
         dist.all_reduce(count)
         mean = sums[0] / count
         spread = (sums[1] / count - mean.square()).clamp(min=0).sqrt()
-        # drops the last digits, in which sums in another order differ
+        # drop the last digits, which depend on the order of summation
         mean, spread = mean.bfloat16().float(), spread.bfloat16().float()
         for number, text in texts.items():
             if begin <= number < begin + len(local):

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 TOLERANCE = 1e-6
-"""Largest relative difference of a module's float32 result for which its forward is replaced.
-"""
+"""A module's forward is replaced if its float32 result differs by at most this relative amount."""
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Statistics and products in float32; rounded to the input's dtype where transformers rounds."""
+    """Compute in float32, and round to the input's dtype where transformers rounds."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -59,8 +58,8 @@ def rms_norm(hidden_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def take_over_norms(model: nn.Module) -> int:
-    """Replace the forward of every module that computes this norm, whatever its class. Return how
-    many there are.
+    """Replace the forward of every module that computes this norm, whatever its class. Return the
+    number of replaced modules.
     """
     replaced = 0
     for module in model.modules():
@@ -75,8 +74,8 @@ def forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _looks_alike(module: nn.Module) -> bool:
-    """Return True for modules with one weight, an epsilon, and a forward that takes the input
-    alone: no gate, not even an optional one.
+    """Return True for a module with one weight, an epsilon, and a forward that takes only the
+    input, without even an optional gate.
     """
     names = [name for name, _ in module.named_parameters()]
     has_input_alone = len(inspect.signature(module.forward).parameters) == 1
@@ -84,9 +83,10 @@ def _looks_alike(module: nn.Module) -> bool:
 
 
 def _is_same(module: Any) -> bool:
-    """Return True if the module computes this norm, as it is configured: groups, or a one added to
-    its weight, give other numbers. The weight is far from its initial value, where such differences
-    do not show.
+    """Return True if the module, as it is configured, computes this norm.
+
+    Groups, or a one that is added to the weight, give different numbers. The test uses a weight far
+    from its initial value, which may hide such differences.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = 3 * torch.randn(3, *module.weight.shape, generator=generator)
@@ -94,7 +94,7 @@ def _is_same(module: Any) -> bool:
     try:
         theirs = torch.func.functional_call(module, {"weight": weight}, (hidden,))
         ours = rms_norm(hidden, weight, module.variance_epsilon)
-    except Exception:  # another kind of input or weight: not the norm that is meant
+    except Exception:  # the module takes a different input or weight: it is not this norm
         return False
     return theirs.shape == ours.shape and torch.allclose(
         theirs, ours, rtol=TOLERANCE, atol=TOLERANCE

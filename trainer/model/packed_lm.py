@@ -75,7 +75,7 @@ def build_on_meta(
     """
     model: Any = _empty_model(source)
     model.tie_weights()  # parameters registered under init_empty_weights are copies
-    if model.base_model is model:  # some classes give a name that is not there
+    if model.base_model is model:  # some classes name a submodule that does not exist
         model.base_model_prefix = base_name_of(model)
     _require_trainable(model, source)
     rope.follow_documents(model, is_packed=is_packed)
@@ -98,7 +98,7 @@ def build_on_meta(
 def _empty_model(source: ModelSource) -> PreTrainedModel:
     """Build transformers' own model without memory for its parameters."""
     config = copy.deepcopy(source.config)  # the model writes to it
-    # fused attention leaves out soft caps without a warning; None chooses fused where it is known
+    # fused attention ignores soft caps without a warning; None selects it where it exists
     is_capped = getattr(config, "attn_logit_softcapping", None)
     try:
         with init_empty_weights(include_buffers=False):
@@ -114,7 +114,7 @@ def _empty_model(source: ModelSource) -> PreTrainedModel:
 
 
 def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
-    """Refuse models for which the fused head would be wrong."""
+    """Raise `ConfigError` for models for which the fused head would be wrong."""
     name = f"model.partial_pretrain={source.path}: {type(model).__name__}"
     if type(model.get_output_embeddings()) is not nn.Linear:
         raise ConfigError(
@@ -129,7 +129,9 @@ def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
 
 
 def _require_unshared(model: PreTrainedModel, source: ModelSource) -> None:
-    """Refuse parameters shared between layers: sharding by layer and the export would be wrong.
+    """Raise `ConfigError` if layers share parameters: sharding by layer and the export would be
+    wrong.
+
     Some architectures share the bias of a head if they have one.
     """
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -142,16 +144,17 @@ def _require_unshared(model: PreTrainedModel, source: ModelSource) -> None:
 
 
 class _BaseOutput(list[Tensor]):
-    """Stand-in for the output of a base model: hidden states alone."""
+    """Stand-in for a base model's output that has only hidden states."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
 def _is_head_all(model: PreTrainedModel) -> bool:
-    """Return True if the logits are the output head applied to the last hidden states: no scale, no
-    cap, no other layer, no shorter vocabulary. Run the architecture's own forward once with
-    stand-ins for base model and head.
+    """Return True if the logits are only the output head applied to the last hidden states, without
+    a scale, a cap, a further layer or a shorter vocabulary.
+
+    This runs the architecture's own forward once, with stand-ins for the base model and the head.
     """
     head: Any = model.get_output_embeddings()
     hidden_1TH = torch.linspace(-9.0, 9.0, 2 * head.in_features).view(1, 2, -1)
@@ -162,7 +165,7 @@ def _is_head_all(model: PreTrainedModel) -> bool:
         head.forward = lambda hidden: hidden[..., :1].expand(*hidden.shape[:-1], head.out_features)
         logits_1TV = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
         return torch.equal(logits_1TV, head(hidden_1TH))
-    except Exception:  # the architecture does more with them
+    except Exception:  # the architecture does more with the hidden states
         return False
     finally:
         for module in (*parts, head):
@@ -183,7 +186,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def sequence_group(model: PreTrainedModel) -> ProcessGroup | None:
-    """Return the ranks that share the tokens of a batch; None if each rank has its own."""
+    """Return the ranks that share the tokens of a batch; None if each rank has its own batch."""
     group: ProcessGroup | None = vars(model).get("sequence_group")
     return group
 
@@ -191,7 +194,7 @@ def sequence_group(model: PreTrainedModel) -> ProcessGroup | None:
 def run_plain(
     model: PreTrainedModel, forward: Callable[..., Any], batch: PackedBatch, **more: Any
 ) -> Any:
-    """Call a forward of the architecture; modules inside it find the documents of the batch."""
+    """Call a forward of the architecture. Modules inside it can look up the batch's documents."""
     with attention.documents(
         DocumentLengths(batch.seqlens, sequence_group(model)) if model.is_packed else None
     ):
@@ -199,8 +202,8 @@ def run_plain(
 
 
 def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
-    """Return the arguments of the architecture's forward. A document alone needs neither positions
-    nor bounds.
+    """Return the arguments of the architecture's forward. A document that runs alone needs neither
+    positions nor bounds.
     """
     arguments: dict[str, Any] = {"input_ids": batch.input_ids_T[None], "use_cache": False}
     if model.is_packed:
@@ -217,7 +220,7 @@ def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
 
 
 def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
-    """Return the loss of the supervised positions, the only ones that the head computes."""
+    """Return the loss of the supervised positions. The head computes only these."""
     hidden_TH = run_plain(self, self.base_model, batch).last_hidden_state[0]
     head: Any = self.get_output_embeddings()
     output: LossOutput = head(hidden_TH[batch.supervised_S], batch.labels_T[batch.supervised_S])
@@ -225,8 +228,8 @@ def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
 
 
 def _forward_full_logits(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
-    """Return the loss of a model that transforms its logits: its own forward computes those of
-    the supervised positions.
+    """Return the loss of a model that transforms its logits. The model's own forward computes the
+    logits of the supervised positions.
     """
     plain: Any = self.original_forward
     if "logits_to_keep" in inspect.signature(plain).parameters:

@@ -1,5 +1,5 @@
-"""Prepare a model on meta before it gets weights, in the only order that works: recompute, compile,
-shard.
+"""Prepare a model on meta before it gets its weights, in the only order that works: recompute,
+compile, shard.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,13 @@ from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
 KEPT_BYTES = 2**30
-"""Gathered layers of at most this size stay for the backward pass: a model of half a billion
-parameters in bfloat16.
+"""Gathered layers stay for the backward pass if all of them together take at most this size: a
+model with half a billion parameters in bfloat16.
 """
 _MAX_VARIANTS = 32
-"""Compiled variants of one function: kinds of layer x with and without gradients x one token or more.
-Above its limit (8 by default) torch.compile runs the function uncompiled."""
+"""Limit on the compiled variants of one function: kinds of layer x with or without gradients x one
+or more tokens. Above its limit (8 by default) torch.compile runs the function uncompiled.
+"""
 
 
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
@@ -75,8 +76,8 @@ def recompute_activations(model: PreTrainedModel, how: str) -> None:
 
 
 def _selective() -> Callable[[], attention.Contexts]:
-    """Return a context that keeps the results of linear layers, experts and fused attention for
-    `checkpoint`. All else is cheap to recompute.
+    """Return a function that makes contexts for `checkpoint`. These keep the results of linear
+    layers, experts and fused attention; all else is cheap to recompute.
     """
     from torch.nn.attention import varlen  # noqa: F401  registers the operation
 
@@ -96,9 +97,9 @@ def _selective() -> Callable[[], attention.Contexts]:
 def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
     """Compile each layer's forward and the loss. FSDP's hooks stay outside.
 
-    Shapes are dynamic from the start, because every batch has another number of tokens. Selective
-    recomputation is part of the graph, which must then be one: around compiled code it would keep
-    memory that the code overwrites.
+    Shapes are dynamic from the start, because every batch has a different number of tokens.
+    Selective recomputation is part of the graph, so each layer must be a single graph. Around
+    compiled code, it would keep memory that the code overwrites.
     """
     torch._dynamo.config.recompile_limit = _MAX_VARIANTS
     for layer in decoder_layers(model):
@@ -111,7 +112,9 @@ def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
 
 
 def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
-    """Make each decoder layer an FSDP unit; also embeddings and head, unless they share a weight."""
+    """Make each decoder layer an FSDP unit, and also the embeddings and the head, unless they share
+    a weight.
+    """
     fsdp = config.fsdp_config
     dtype = compute_dtype(fsdp.param_dtype, world.device)
     ignored = _used_in_place(model, world, is_offloaded=fsdp.cpu_offload)
@@ -161,9 +164,9 @@ def _used_in_place(
     """Return the parameters that FSDP leaves alone: frozen ones, if each rank holds the whole
     model.
 
-    FSDP would copy a shard that is the whole parameter in order to gather it. A frozen parameter
-    already has its compute dtype and no gradient to reduce. Offloaded parameters must still be
-    copied to the device.
+    FSDP gathers parameters by copying shards, even if a shard is the whole parameter. A frozen
+    parameter already has its compute dtype and has no gradient to reduce. Offloaded parameters must
+    still be copied to the device.
     """
     if world.num_shards > 1 or is_offloaded:
         return set()
@@ -175,7 +178,9 @@ def _used_in_place(
 
 
 def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) -> bool:
-    """Return True if all layers gathered together take more memory than a second gather is worth."""
+    """Return True if all gathered layers take so much memory that it is better to gather them
+    twice.
+    """
     numel = sum(
         parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters()
     )
@@ -183,25 +188,27 @@ def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) 
 
 
 def _sum_gradients(module: nn.Module, world: World) -> None:
-    """Make ranks add their gradients: the loss is already divided by the global token count.
+    """Make ranks add their gradients, because the loss is already divided by the global token
+    count.
 
-    FSDP2 divides by the world size by default; a factor of 1 alone asks gloo for an operation it
-    lacks. A parameter that the documents of one rank do not use (an expert, a branch) gets a zero
-    gradient there. Without it, ranks would add gradients of different parameters.
+    FSDP2 divides by the world size by default. A factor of 1 on its own would ask gloo for an
+    operation that it lacks. If one rank's documents do not use a parameter (an expert, a branch),
+    its gradient on that rank is set to zero. Otherwise ranks would add gradients of different
+    parameters.
     """
     assert isinstance(module, FSDPModule)
-    if world.size > 1:  # one rank divides by one anyway, and by a factor in a pass of its own
+    if world.size > 1:  # one rank divides by one anyway; a factor would cost a pass
         module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
-    """Set what a step needs only in its last backward pass.
+    """Set the communication that a step needs only in its last backward pass.
 
-    Replicas add their gradients once; until then each keeps its own sum, in the dtype of
-    reductions. Parameters that stay gathered between forward and backward pass also stay gathered
-    for the next micro-batch: the peak of memory has them all anyway.
+    Replicas add their gradients once; until then each keeps its own sum, in the reduction dtype.
+    Parameters that stay gathered between the forward and the backward pass also stay gathered for
+    the next micro-batch, because the memory peak includes all of them anyway.
     """
     owner: Any = model
     assert isinstance(model, FSDPModule)
@@ -210,9 +217,10 @@ def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
 
 
 def _keep_gradients_in_float32(model: nn.Module, args: object) -> None:
-    """Keep reduced gradients in float32. FSDP2 casts them to the dtype of the parameter, so a sum
-    over micro-batches would be rounded with each of them. FSDP2 sets the dtype at its first
-    forward.
+    """Keep reduced gradients in float32.
+
+    FSDP2 casts them to the parameter's dtype, so a sum over micro-batches would be rounded after
+    each of them. FSDP2 sets this dtype at its first forward.
     """
     for module in model.modules():
         for group in (
@@ -230,8 +238,10 @@ def _keep_gradients_in_float32(model: nn.Module, args: object) -> None:
 
 
 def _reshard_without_backward(model: nn.Module, args: object, output: object) -> None:
-    """Reshard after a forward pass without gradients. Units that stay gathered for a backward pass
-    would otherwise stay so, and the optimizer or a checkpoint would see the gathered copies.
+    """Reshard after a forward pass without gradients.
+
+    Units that stay gathered for a backward pass would otherwise remain gathered, and the optimizer
+    or a checkpoint would see the gathered copies.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():

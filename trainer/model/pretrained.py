@@ -1,6 +1,4 @@
-"""A pretrained model's directory: the architecture its config.json names, the tensors its files
-hold.
-"""
+"""A pretrained model's directory: the architecture in config.json and the tensors in files."""
 
 import logging
 import re
@@ -25,8 +23,9 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Source of architecture and weights. `path` is a local directory; Hub ids are resolved before.
-    Each file is read once.
+    """The source of a model's architecture and weights. Each file is read once.
+
+    `path` is a local directory: a Hub id has already been resolved to one.
     """
 
     path: str
@@ -37,15 +36,16 @@ class ModelSource:
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """Return the architecture of the language model, which may be one part of several. Raise
-        `ConfigError` unless it is a decoder that can be loaded.
+        """Return the config of the language model, which may be one part of the checkpoint.
+
+        Raise `ConfigError` unless it is a decoder that can be loaded.
         """
         return self._stored_config if self.whole is None else weights.text_config(self.whole)
 
     @cached_property
     def whole(self) -> PreTrainedModel | None:
-        """Return the class that wrote the files, on meta, if the language model is one part of
-        several.
+        """Return the whole model on meta, of the class that wrote the files, if the language model
+        is one of several parts; otherwise None.
         """
         return weights.whole_model(self._stored_config, f"model.partial_pretrain={self.path}")
 
@@ -60,12 +60,14 @@ class ModelSource:
 
     @cached_property
     def places(self) -> Places:
-        """Return where the language model is in the whole."""
+        """Return where the language model's names are in the whole model."""
         return weights.places_of(self.text, self.whole)
 
     @cached_property
     def weights(self) -> "SourceWeights":
-        """Return the tensors of the files. Raise `ConfigError` if they do not make the model."""
+        """Return the tensors of the files. Raise `ConfigError` if the model cannot be made from
+        them.
+        """
         files = quantized.weights_in(Path(self.path))
         try:
             groups, others = weights.match(self.text, self.whole, files)
@@ -94,7 +96,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class SourceWeights:
-    """The tensors in the files of a source: those of the model, and others."""
+    """The tensors in the files of a source: the model's own, and others."""
 
     source: ModelSource
     files: dict[str, StoredTensor]
@@ -102,7 +104,9 @@ class SourceWeights:
     others: list[str]
 
     def require_all_of(self, model: PreTrainedModel) -> None:
-        """Raise `ConfigError` unless the files hold every tensor of the model, once."""
+        """Raise `ConfigError` unless the files hold every tensor of the model, and tied tensors are
+        equal.
+        """
         own = {name for group in self.groups for name in group.own}
         lacking = _required(model, stored_tensors(model).keys() - own)
         path = self.source.path
@@ -121,7 +125,7 @@ class SourceWeights:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Return {name of a tied tensor of the files: name of the tensor that it copies}."""
+        """Return {name of a tied tensor in the files: name of the tensor that it copies}."""
         by_own: dict[tuple[str, ...], str] = {}
         aliases = {}
         for group in self.groups:
@@ -133,9 +137,10 @@ class SourceWeights:
 
 
 def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
-    """Return the untrained tensors of the files, which exports carry; None if there are none.
+    """Return the untrained tensors of the files, which exports include; None if there are none.
 
-    Raise `ConfigError` if the files lack a tensor of the text part of several parts.
+    For a checkpoint with several parts, raise `ConfigError` if the files lack a tensor of the
+    language model, or if random weights are configured.
     """
     if source.random_weights:
         if source.whole is None:
@@ -165,7 +170,7 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters once each (no tied head), then the buffers that are saved; no adapters."""
+    """Return each parameter once (no tied head), then the saved buffers; adapters are left out."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
@@ -188,7 +193,7 @@ def _required(model: PreTrainedModel, missing: Set[str]) -> list[str]:
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Compare some rows at a time, because every rank does this and embeddings are large."""
+    """Compare a few rows at a time, because every rank does this and embeddings are large."""
     parts = [(slice(row, row + _ROWS),) for row in range(0, one.shape[0], _ROWS)]
     return one.shape == other.shape and all(
         torch.equal(one.read(part), other.read(part)) for part in parts

@@ -1,8 +1,8 @@
 """Read quantized checkpoints as bfloat16 weights.
 
-A weight is stored as codes (float8, or two 4-bit floats a byte) and as scales, each for a block of
-rows and columns. Readers of these tensors see neither: they ask for slices in bfloat16, and only
-the codes of those slices are read.
+A weight is stored as codes (float8, or two 4-bit floats per byte) and scales, one for each block of
+rows and columns. Readers of these tensors see neither codes nor scales: they ask for slices in
+bfloat16, and only the codes of those slices are read.
 
 Shape suffixes: R rows and C columns of a weight.
 """
@@ -28,14 +28,15 @@ _FOUR_BITS = ("I8", "U8")
 _FOUR_BIT_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4 = ("_blocks", "_scales")
 _MXFP4_COLUMNS = 32
-"""Columns of a block in the checkpoints of gpt-oss, which hold each weight transposed."""
+"""Columns of a block in gpt-oss checkpoints, which store each weight transposed."""
 _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act", ".k_scale", ".v_scale")
 
 
 def weights_in(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors in the safetensors files of a model directory, quantized ones as bfloat16.
 
-    Raises `ConfigError` for files that cannot be read. The quantization is a supported one.
+    The quantization must be one that `require_supported` accepts. Raises `ConfigError` for files
+    that cannot be read.
     """
     stored: dict[str, StoredTensor] = {}
     for file in weight_files(directory):
@@ -48,8 +49,8 @@ def weights_in(directory: Path) -> dict[str, StoredTensor]:
 
 
 def require_supported(settings: Mapping[str, Any], name: str) -> None:
-    """Raise `ConfigError`, which begins with the `name` of the checkpoint, unless the weights can be
-    dequantized.
+    """Raise `ConfigError`, whose message begins with the checkpoint's `name`, unless the weights
+    can be dequantized.
     """
     method = settings.get("quant_method")
     is_supported = method in ("fp8", "mxfp4")
@@ -70,10 +71,10 @@ def require_supported(settings: Mapping[str, Any], name: str) -> None:
 def dequantized(
     stored: Mapping[str, StoredTensor], block_size: tuple[int, int] | None
 ) -> dict[str, StoredTensor]:
-    """Put one bfloat16 tensor in the place of each pair of codes and scales, and leave out the
-    scales of activations.
+    """Replace each pair of codes and scales by one bfloat16 tensor, and leave out activation
+    scales.
 
-    `block_size`: rows and columns that share a scale, where the checkpoint names them. Raises
+    `block_size`: rows and columns that share a scale, if the checkpoint states them. Raises
     `ConfigError` for codes without scales, and for scales that do not fit.
     """
     tensors = {
@@ -81,7 +82,7 @@ def dequantized(
     }
     for name in [name for name, tensor in tensors.items() if tensor.dtype in _FLOAT8 + _FOUR_BITS]:
         if name not in tensors:
-            continue  # scales, of codes that came before
+            continue  # scales whose codes came earlier
         names = [scales for scales in _names_of_scales(name) if scales in tensors]
         if names:
             codes, scales = tensors.pop(name), tensors.pop(names[0])
@@ -112,7 +113,7 @@ def _block_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
-    """Return the number of blocks down and across; the last ones may be cut."""
+    """Return the number of blocks down and across; the last ones may be incomplete."""
     return math.ceil(shape[-2] / block[0]), math.ceil(shape[-1] / block[1])
 
 
@@ -138,7 +139,9 @@ class _Quantized:
         block_size: tuple[int, int] | None,
         place: str,
     ) -> "_Quantized":
-        """Raise `ConfigError` if the scales do not fit. `place` names the codes."""
+        """Pair codes with their scales. Raise `ConfigError` if the scales do not fit; `place` names
+        the codes in its message.
+        """
         is_mxfp4 = len(codes.shape) == 4
         shape = codes.shape
         if is_mxfp4:
@@ -160,7 +163,7 @@ class _Quantized:
         )
 
     def as_stored(self) -> StoredTensor:
-        """Return the weight as a reader of files sees it."""
+        """Return the weight as a tensor that looks like an unquantized one in a file."""
         shape = (*self.codes.shape[:-1], self.num_columns)
         if self.is_mxfp4:
             num_experts, num_rows = self.codes.shape[:2]
@@ -183,7 +186,7 @@ class _Quantized:
         return made.transpose(-2, -1).contiguous() if self.is_mxfp4 else made
 
     def _values(self, picked: list[slice], rows: slice) -> Tensor:
-        """Return some rows of one matrix in float32, with all its columns."""
+        """Return some rows of one matrix in float32, with all columns."""
         num_others = len(self.codes.shape) - len(picked) - 1
         every = [slice(0, size) for size in self.codes.shape[-num_others:]]
         codes = self.codes.read((*picked, rows, *every))
@@ -203,7 +206,7 @@ class _Quantized:
         else:
             every = [slice(0, size) for size in self.scales.shape[-2:]]
             scales = self.scales.read((*picked, *every)).reshape(self.scales.shape[-2:])
-        if scales.dtype == torch.uint8:  # an exponent alone (E8M0)
+        if scales.dtype == torch.uint8:  # only an exponent (E8M0)
             return torch.exp2(scales.float() - 127)
         return scales.float()
 

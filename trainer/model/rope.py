@@ -1,8 +1,8 @@
-"""Rotary positions whose frequencies follow the length of the text: longrope and dynamic NTK.
+"""Rotary positions whose frequencies depend on the document length: longrope and dynamic NTK.
 
-transformers chooses the frequencies by the longest position of the whole forward pass, waits for
-the device to learn it, and dynamic NTK remembers the longest text so far. Here each document gets
-the frequencies that a new model would give it.
+transformers chooses the frequencies by the longest position of the whole forward pass, which it can
+learn only by waiting for the device. With dynamic NTK it also remembers the longest text so far.
+Here each document gets the frequencies that a new model would give it.
 """
 
 import inspect
@@ -21,15 +21,15 @@ def length_limit(config: PretrainedConfig) -> int | None:
     depend on the length.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    # one, or by layer type
+    # one set of parameters, or one for each layer type
     kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
     limits = (_limit(config, kind) for kind in kinds)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def follow_documents(model: PreTrainedModel, *, is_packed: bool) -> None:
-    """Choose the frequencies by the length of the document, which the host knows. Packed documents
-    are within the limit.
+    """Choose the frequencies by the document's length, which the host knows. Packed documents do
+    not exceed the limit.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -1,10 +1,10 @@
-"""A digest of a model's weights from samples of every tensor: seconds for a model of any size.
+"""A digest of a model's weights from samples of every tensor: it takes seconds for any model size.
 
-It covers, file by file, the name, the size and the whole header: name, dtype, shape and place of
-each tensor. Of the values it covers the first and the last bytes of every tensor
-and blocks in between, at most `SAMPLED_EVERY_BYTES` apart. Another checkpoint of the same
-architecture, or one file of another checkpoint, differs in them. A few values that differ elsewhere
-do not show: a sha256 of whole files would read 140 GB on each machine.
+For each file it covers the name, the size and the whole header: name, dtype, shape and place of
+each tensor. Of the values it covers the first and the last bytes of every tensor and blocks in
+between, at most `SAMPLED_EVERY_BYTES` apart. A different checkpoint of the same architecture
+changes the digest, even if only one of its files is used. A change of a few values elsewhere does
+not change it. A sha256 of whole files would, but it would read 140 GB on each machine.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from trainer.config import ConfigError
 BLOCK_BYTES = 1 << 12
 SAMPLED_EVERY_BYTES = 1 << 24
 NUM_THREADS = 8
-"""They wait for disk or network, not for a CPU."""
+"""The threads wait for disk or network, not for a CPU."""
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors itself."""
+"""safetensors itself has this limit."""
 
 
 def digest_of_weights(files: Sequence[Path], *, progress: Callable[[], None] = lambda: None) -> str:
     """Return one sha256 of these files, in order. Call `progress` after each file. Raise
-    `ConfigError`.
+    `ConfigError` if a file cannot be read.
     """
     digest = hashlib.sha256()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -54,8 +54,9 @@ def _add_file(digest: "hashlib._Hash", path: Path, pool: ThreadPoolExecutor) -> 
 
 
 def _header(descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the header of a safetensors file, and where each tensor begins and ends in the file. A
-    broken header raises some error.
+    """Return a safetensors file's header, and where each tensor begins and ends in the file.
+
+    A broken header may raise any of several errors.
     """
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     header = os.pread(descriptor, min(length, size, MAX_HEADER_BYTES), 8)

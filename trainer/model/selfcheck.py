@@ -1,8 +1,8 @@
-"""Check before training that loss and gradient agree with transformers' own, and that packed documents
-do not influence each other.
+"""Check before training that loss and gradient agree with transformers' own.
 
-A wrong mask, norm or rotary position, a leak between documents, a missed transform of the logits,
-or a backward pass that does not match its forward pass shows here, for any architecture.
+The check also covers packed documents, which must not influence each other. For any architecture,
+it finds a wrong mask, norm or rotary position, a leak between documents, a missed transform of the
+logits, or a backward pass that does not match its forward pass.
 """
 
 import re
@@ -25,31 +25,32 @@ from trainer.model.losses import Formula
 from trainer.model.packed_lm import run_plain, sequence_group
 
 LENGTHS = (13, 8)
-"""Tokens of the two documents.
-"""
+"""Lengths of the two documents in tokens."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Relative difference of losses: rounding of fp32, and of bf16 where kernels round in another
-order.
+"""Allowed relative difference of losses: rounding in fp32, and in bf16, where kernels round in a
+different order.
 """
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
-"""Relative difference of a kind of parameter's gradient. Rounding gives up to 7e-6 and 0.1 in 32
-layers, and 0.2 where it changes which experts a token goes to; half a gradient, or one of another
-document beside it, is more.
+"""Allowed relative difference of the gradient of a kind of parameter. Rounding causes up to 7e-6 in
+fp32 and 0.1 in bf16 over 32 layers, and 0.2 where it changes which experts a token goes to. Half a
+gradient, or a second document's gradient added to it, is a larger difference.
 """
 LEAST_SHARE = 1e-3
-"""Share of the whole gradient's norm that is added to the norm of each kind: some gradients, such as
-those of a key's bias, are rounding alone.
+"""Share of the whole gradient's norm that is added to the norm of each kind: some gradients, such
+as those of a key's bias, consist only of rounding errors.
 """
 
 
 class Errors(NamedTuple):
-    """Relative differences. Those of the gradients are equal on all ranks."""
+    """Relative differences from transformers' results. Those of the gradients are equal on all
+    ranks.
+    """
 
     loss: float
     gradients: dict[str, float]
-    """{kind of parameter, its name without the numbers of layers: relative difference}."""
+    """{kind of parameter (its name without layer numbers): relative difference}."""
     foresight: float
-    """Relative change of logits when a later token is another."""
+    """Relative change of the logits when a later token changes."""
 
 
 def compare(
@@ -59,11 +60,12 @@ def compare(
     lengths: tuple[int, ...] = LENGTHS,
     formula: Formula,
 ) -> Errors:
-    """Compare documents of `lengths`, packed if the model is, with transformers' own forward pass
-    of each document alone.
+    """Compare documents of `lengths` with transformers' own forward pass of each document alone.
+    Collective.
 
-    `loss` also covers the largest change of a document's logits when its neighbour changes: this
-    shows a leak far below the rounding of bf16 losses. Collective. No gradient is left behind.
+    The documents are packed if the model is. `loss` also covers the largest change of a document's
+    logits when its neighbour changes: this shows a leak far below the rounding of bf16 losses. No
+    gradients are left behind.
     """
     model.eval()
     generator = torch.Generator().manual_seed(0)
@@ -89,8 +91,10 @@ def compare(
 def _reference(
     model: PreTrainedModel, documents: list[Tensor], device: torch.device, formula: Formula
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the summed loss and its gradient, by autograd of `formula` over transformers' own
-    model with eager attention, reset for each document.
+    """Return the summed loss and its gradient, by autograd of `formula` over the logits of
+    transformers' own model.
+
+    That model uses eager attention, and its state is reset for each document.
     """
     total = 0.0
     num_sharing = 1 if (group := sequence_group(model)) is None else group.size()
@@ -171,8 +175,8 @@ def _whole(model: PreTrainedModel, part: Tensor) -> Tensor:
 def _plain(model: PreTrainedModel) -> Iterator[None]:
     """Run every module with the forward of its class, and the head as a linear layer.
 
-    Forwards are restored by name rather than on another model, because sharding hooks belong to the
-    calls of these modules.
+    This replaces and restores the forwards of the same modules instead of using a second model,
+    because the sharding hooks run when these modules are called.
     """
     attention, experts = model.config._attn_implementation, model.config._experts_implementation
     head = model.get_output_embeddings()
@@ -201,7 +205,7 @@ def _plain(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _forgotten(model: PreTrainedModel) -> Iterator[None]:
-    """Restore afterwards the state that modules without parameters keep of a forward pass, such as
+    """Restore on exit the state that modules without parameters keep from a forward pass, such as
     rotary frequencies.
     """
     kept = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules() if not [*m.parameters()]]
@@ -218,7 +222,9 @@ def _influence(
     model: PreTrainedModel, forms: list[list[Tensor]], device: torch.device
 ) -> list[float]:
     """Return the relative change of the last document's logits from the first form to each other
-    one. Its last token, which may differ, is left out.
+    form.
+
+    The document's last token is left out, because it may differ.
     """
     tokens = slice(-len(forms[0][-1]), -1)
     plain: Any = model.original_forward
@@ -239,8 +245,8 @@ def _influence(
 
 
 def _packed(model: PreTrainedModel, documents: list[Tensor]) -> PackedBatch:
-    """Return this rank's share of the documents end to end, with every token but the first of each
-    as a label.
+    """Return this rank's share of the packed documents. Every token except a document's first is a
+    label.
     """
     input_ids_T = torch.cat(documents)
     labels_T = torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in documents])

@@ -1,5 +1,6 @@
-"""Find a model in a local directory, or download it from the Hub once. Errors are raised before
-torch is imported.
+"""Find a model in a local directory, or download it from the Hub once.
+
+Errors are raised before torch is imported.
 """
 
 import importlib.util
@@ -25,8 +26,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken"
 def find_model(
     name: str, *, random_weights: bool, progress: Callable[[], None] = lambda: None
 ) -> str:
-    """Return the local directory of `model.partial_pretrain`. A Hub id that is not cached is
-    downloaded.
+    """Return the local directory of `model.partial_pretrain`. Download a Hub id that is not cached.
 
     `progress` is called as bytes arrive. Raise `ConfigError` if there is no such model, or if files
     are missing.
@@ -36,12 +36,12 @@ def find_model(
 
 
 def find_architecture(name: str) -> str:
-    """Return the local directory of `model.partial_pretrain` with its config.json at least."""
+    """Return the local directory of `model.partial_pretrain`, with at least its config.json."""
     return _find(name, _ARCHITECTURE, _config_problem, lambda: None)
 
 
 def require_model(name: str, *, random_weights: bool) -> None:
-    """Raise the `ConfigError` of `find_model` as far as it is known without a download."""
+    """Raise the errors of `find_model` that can be found without a download."""
     problem_of = partial(_problem, random_weights=random_weights)
     path = _local(name) or _cached(name, _FILES, problem_of)
     if path is None:
@@ -51,8 +51,8 @@ def require_model(name: str, *, random_weights: bool) -> None:
 
 
 def require_adapters(model: ModelConfig) -> None:
-    """Raise `ConfigError` if adapters are configured without peft, or without the files to start
-    them from.
+    """Raise `ConfigError` if adapters are configured but peft is not installed, or if files of the
+    initial adapter are missing.
     """
     if model.has_adapters and importlib.util.find_spec("peft") is None:
         raise ConfigError(
@@ -87,7 +87,7 @@ def _local(name: str) -> Path | None:
 
 
 def _problem(path: Path, *, random_weights: bool) -> str | None:
-    """Return what a directory lacks to be trained from, or None."""
+    """Describe why training cannot start from a directory; None if it can."""
     if problem := _config_problem(path):
         return problem
     if not any(True for pattern in _TOKENIZER for _ in path.glob(pattern)):
@@ -140,7 +140,7 @@ def _require(name: str, problem: str | None) -> None:
 def _cached(
     name: str, patterns: Sequence[str], problem_of: Callable[[Path], str | None]
 ) -> Path | None:
-    """Return the copy of an earlier download, if it is complete."""
+    """Return the directory of an earlier download; None unless it is complete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -156,7 +156,7 @@ def _download(name: str, patterns: Sequence[str], progress: Callable[[], None]) 
     from huggingface_hub.utils import tqdm
 
     class Telling(tqdm):
-        """A progress bar that passes on that something has arrived."""
+        """A progress bar that calls `progress` whenever bytes arrive."""
 
         def update(self, n: float | None = 1) -> bool | None:
             progress()
@@ -168,8 +168,9 @@ def _download(name: str, patterns: Sequence[str], progress: Callable[[], None]) 
 
 
 def _ask_hub(name: str) -> None:
-    """Ask the Hub for the model with a short timeout: without a network, or for a mistyped id, the
-    client would retry for half a minute.
+    """Ask the Hub for the model, with a short timeout.
+
+    Without a network, or for a mistyped id, the client would otherwise retry for half a minute.
     """
     from huggingface_hub import HfApi
 
@@ -179,7 +180,7 @@ def _ask_hub(name: str) -> None:
 
 @contextmanager
 def _asking(name: str) -> Iterator[None]:
-    """Raise an error of the Hub client, which knows many kinds, as a `ConfigError`."""
+    """Raise any error of the Hub client, which has many error types, as a `ConfigError`."""
     from huggingface_hub import constants
 
     try:

@@ -2,9 +2,9 @@
 packed.
 
 A module that passes information between tokens takes a cache in transformers, because it could not
-generate without one. This identifies such modules, whatever they are called. Attention through
-`AttentionInterface` knows the bounds of documents. Linear attention, Mamba, short convolutions and
-special attention (ALiBi, indexers) do not, and are looped over documents.
+generate without one. This identifies such modules, whatever their names. Attention through
+`AttentionInterface` knows the document bounds. Linear attention, Mamba, short convolutions and
+special attention (ALiBi, indexers) do not know them, so these modules are looped over documents.
 
 Shape suffixes: T packed tokens, D documents of a group, L its padded length.
 """
@@ -31,13 +31,16 @@ from trainer.model.cpu_attention import group_by_length
 _CACHES = {"past_key_values", "layer_past", "cache_params", "use_cache", "state", "mlstm_state"}
 _IS_LOOPED = "_is_looped_over_documents"
 BOUNDS = ("cu_seq_lens_q", "max_length_q", "lengths")
-"""Not passed to a looped module, because its kernels and its fallbacks read different ones.
+"""Arguments that are not passed to a looped module, because its kernels and its fallbacks read
+different ones of them.
 """
 
 
 def loop_over_documents(model: PreTrainedModel) -> bool:
-    """Loop modules over documents in place, where they need it. Return True if some attention stays
-    packed; otherwise all attention is looped and uses the mask of the longest document.
+    """Make modules loop over documents, in place, where they need it.
+
+    Return True if some attention stays packed. Otherwise all attention is looped and uses the mask
+    of the longest document.
     """
     looped = list(_looped(model))
     attends_packed = any(map(_attends, model.modules())) and not any(
@@ -61,7 +64,7 @@ def looped_kinds(model: nn.Module) -> list[str]:
 
 def _looped(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the innermost modules of a layer that take a cache. Attention that contains such a
-    module, or counts its own tokens, is looped as a whole.
+    module, or that counts its own tokens, is looped as a whole.
     """
     inner = _inner(module)
     if (
@@ -97,9 +100,11 @@ def _code(module: nn.Module) -> types.CodeType:
 def _forward(
     self: nn.Module, *args: Any, forward: Callable[..., Any], is_alone: bool, **kwargs: Any
 ) -> Any:
-    """Run documents of similar length as one batch, padded at their ends: state is carried forward
-    only, so padding reaches no token. Documents with masks or biases, or with packed attention
-    inside, run one by one. Outputs without a row for each token are those of the last call.
+    """Run documents of similar length as one batch, padded at their ends.
+
+    State is only carried forward, so padding affects no token. If the module takes masks or biases,
+    or has packed attention inside, documents run one by one. An output without a row for each token
+    comes from the last call.
     """
     lengths = attention.running()
     assert lengths is not None  # `run_plain` sets it
@@ -137,8 +142,8 @@ def _documents(value: Any, seqlens: tuple[int, ...]) -> Any:
 
 
 def _padded(value: Any, group: list[int], longest: int, whole: set[int]) -> Any:
-    """Return [D, L, ...] of a group. A mask or bias over all tokens, or over those of the longest
-    document, is cut to its corner.
+    """Return a group's rows of a value as [D, L, ...]. A mask or bias over all tokens, or over
+    those of the longest document, is cut to its top left corner.
     """
     if isinstance(value, tuple):
         return pad_sequence([value[index] for index in group], batch_first=True)
@@ -150,8 +155,10 @@ def _padded(value: Any, group: list[int], longest: int, whole: set[int]) -> Any:
 
 
 def _joined(rows: list[Tensor]) -> Tensor:
-    """Join the documents' [L, ...] to [1, T, ...]. Rows of short documents that choose among fewer
-    tokens are padded with zeros.
+    """Join the documents' rows [L, ...] into [1, T, ...].
+
+    Rows of shorter documents that choose among fewer tokens are narrower; they are padded with
+    zeros.
     """
     if rows[0].ndim > 1:
         width = max(row.shape[-1] for row in rows)
@@ -163,7 +170,7 @@ def _joined(rows: list[Tensor]) -> Tensor:
 
 
 def _mask_of_longest(make: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
-    """Return the mask of the longest document. The mask of a shorter one is a corner of it; a mask
+    """Return the mask of the longest document. A shorter document's mask is a corner of it; a mask
     over all T x T tokens would be too large.
     """
     if (lengths := attention.running()) is not None:

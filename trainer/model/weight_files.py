@@ -9,8 +9,10 @@ SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the single file, else those of the index, in transformers' order; none if there is
-    neither. Raise `ConfigError`.
+    """Return the single weight file, or else the files that the index names, in transformers'
+    order.
+
+    Return an empty list if there is neither. Raise `ConfigError` if the index is invalid.
     """
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
@@ -20,8 +22,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return {tensor: file name} of weights in several files. Raise `ConfigError` if a file is
-    missing.
+    """Return {tensor: file name} for weights in several files. Raise `ConfigError` if the index is
+    invalid or a file is missing.
     """
     try:
         weight_map: dict[str, str] = json.loads((path / INDEX).read_bytes())["weight_map"]

@@ -1,7 +1,7 @@
-"""Match the tensors of files with those of a model, and convert them.
+"""Match the tensors in files with those of a model, and convert them.
 
-Nothing depends on the names of models: transformers' own classes on the meta device and its own
-conversions decide, one group of tensors at a time.
+Nothing depends on model names. transformers' own classes on the meta device and its own conversions
+decide, one group of tensors at a time.
 """
 
 import copy
@@ -42,7 +42,7 @@ from trainer.model.adapter_names import Places, placed
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. `dtype` is safetensors' name; `read` returns slices."""
+    """A tensor in a file. `dtype` is its name in safetensors; `read` returns slices."""
 
     file: Path
     shape: tuple[int, ...]
@@ -55,12 +55,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint with more tensors than are trained; exports write all of them.
+    """A checkpoint with more tensors than those that are trained; exports write all of them.
 
-    `others` are the untrained tensors. If the checkpoint has several parts, of which the text part
-    is trained, `model` is the class of the whole on the meta device and `text_names` are the names
-    of the text part's tensors in its files. A text model that comes with further tensors (for
-    multi-token prediction) has neither.
+    `others` are the untrained tensors. If the checkpoint has several parts and only its language
+    model is trained, `model` is the whole model on the meta device, and `text_names` are the names
+    of the language model's tensors in the files. For a language model with extra tensors (for
+    multi-token prediction), `model` is None and `text_names` is empty.
     """
 
     model: PreTrainedModel | None
@@ -69,7 +69,7 @@ class WholeCheckpoint:
 
     @cached_property
     def others_digest(self) -> str:
-        """Return the SHA-256 of names, layouts and bytes of the untrained tensors."""
+        """Return the SHA-256 of the untrained tensors' names, layouts and bytes."""
         sha256 = hashlib.sha256()
         for name, tensor in self.others.items():
             sha256.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
@@ -79,8 +79,8 @@ class WholeCheckpoint:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of the files and of the model that hold the same values: usually one each, more for
-    fused tensors such as experts.
+    """Tensors in the files and in the model that hold the same values: usually one each, but more
+    for fused tensors such as experts.
 
     `own`: names in the model; tied tensors appear once. `whole`: names of the same tensors in the
     class that wrote the files.
@@ -94,7 +94,7 @@ class TensorGroup:
     model: PreTrainedModel | None = field(default=None, repr=False)
 
     def to_own(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Make the model's tensors from those of the files, in their order."""
+        """Make the model's tensors from the files' tensors, given in the order of `stored`."""
         if self.converter is None:
             return {self.own[0]: tensors[0]}
         assert self.model is not None
@@ -108,7 +108,7 @@ class TensorGroup:
         return {own: values[name] for own, name in zip(self.own, self.whole, strict=True)}
 
     def to_stored(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Make the tensors of the files from the model's, in their order."""
+        """Make the files' tensors from the model's tensors, given in the order of `own`."""
         if self.converter is None:
             return dict.fromkeys(self.stored, tensors[0])
         model: Any = self.model
@@ -117,7 +117,7 @@ class TensorGroup:
             made = revert_weight_conversion(model, dict(zip(self.whole, tensors, strict=True)))
         finally:
             del model._weight_conversions
-        # names may have lost a prefix, but the order within a pattern is the one of loading
+        # names may have lost a prefix, but within a pattern the order is the same as in loading
         by_pattern: dict[str | None, list[Tensor]] = defaultdict(list)
         for name in sorted(made, key=dot_natural_key):
             by_pattern[self.converter.rename_source_key(name)[1]].append(made[name])
@@ -158,7 +158,7 @@ def stored_in(file: Path) -> dict[str, StoredTensor]:
 
 
 def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return (this rank's memory of a parameter, its slices of the whole tensor)."""
+    """Return (this rank's shard of a parameter, the shard's slices in the whole tensor)."""
     if not isinstance(parameter, DTensor):
         return parameter.data, tuple(slice(0, size) for size in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(
@@ -171,10 +171,11 @@ def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
-    """Return the class that writes checkpoints of this configuration, on meta; None for a plain
-    language model.
+    """Return the whole model of this configuration on meta, of the class that writes such
+    checkpoints; None for a plain language model.
 
-    Raise `ConfigError`, which begins with the `name` of the checkpoint, if no part can be trained.
+    Raise `ConfigError`, whose message begins with the checkpoint's `name`, if no part can be
+    trained.
     """
     text = config.get_text_config()
     if text is config:
@@ -182,7 +183,7 @@ def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
     kind = f"{name} is a '{config.model_type}' of several parts, and"
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     if type(text) not in mapping:
-        with suppress(KeyError, ValueError):  # a class for the whole that takes the text part alone
+        with suppress(KeyError, ValueError):  # the whole config's class may take the text config
             AutoModelForCausalLM.register(type(text), mapping[type(config)])
     if type(text) not in mapping:
         raise ConfigError(
@@ -207,7 +208,9 @@ def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
 
 
 def text_config(whole: PreTrainedModel) -> PretrainedConfig:
-    """Return the language model's config; the config of the whole model says if its head is tied."""
+    """Return the language model's config. The whole model's weights decide whether its head is
+    tied.
+    """
     config = copy.deepcopy(whole.config.get_text_config())
     head = whole.get_output_embeddings()
     config.tie_word_embeddings = (
@@ -219,10 +222,11 @@ def text_config(whole: PreTrainedModel) -> PretrainedConfig:
 def match(
     text: PreTrainedModel, whole: PreTrainedModel | None, stored: Iterable[str]
 ) -> tuple[list[TensorGroup], list[str]]:
-    """Return how the tensors of the files make those of the text model, and all other names.
+    """Return the groups of tensors that make the language model, and the names of all other tensors
+    in the files.
 
-    `text` and `whole` are on the meta device, `whole` where the files hold more parts than the
-    text.
+    `text` (the language model) and `whole` are on the meta device. `whole` is None unless the files
+    hold several parts.
     """
     model = whole or text
     conversions = get_model_conversion_mapping(model)
@@ -266,7 +270,7 @@ def match(
 
 
 def _kept_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return {every name of a parameter: the name it is kept under}. A tied head is kept under the
+    """Return {every name of a parameter: the one name that is kept}. A tied head is kept under the
     name of the embeddings.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -277,7 +281,7 @@ def _kept_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def base_name_of(model: PreTrainedModel) -> str:
-    """Return the name of the part that holds the embeddings; "" if there is none."""
+    """Return the name of the submodel that holds the embeddings; "" if there is none."""
     embeddings = model.get_input_embeddings()
     return next(
         (
@@ -290,8 +294,11 @@ def base_name_of(model: PreTrainedModel) -> str:
 
 
 def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
-    """Return where the text part is in the whole: beginnings of names, as `model.` and `lm_head.`;
-    none without a whole. Raise `ConfigError` unless each has one place there.
+    """Return where the language model is in the whole model: {beginning of a name: its beginning
+    there}, for names such as `model.` and `lm_head.`.
+
+    Return an empty dict if `whole` is None. Raise `ConfigError` unless each beginning has exactly
+    one place.
     """
     if whole is None:
         return {}

@@ -1,4 +1,4 @@
-"""Optimizers by name (`optim.name`); imports no torch, so that a mistyped name fails at once."""
+"""Optimizers by name (`optim.name`). This imports no torch, so a mistyped name fails at once."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -26,6 +26,6 @@ OPTIMIZERS: dict[str, Callable[["nn.Module", "OptimConfig"], "Optimizer"]] = {
     "adamw": adamw,
     "muon": muon,
 }
-"""Each creates all its state at once; checkpoints save it by parameter name. A new optimizer is an
-entry here.
+"""Each optimizer creates all its state at once; checkpoints save the state by parameter name. To
+add an optimizer, add an entry here.
 """

@@ -14,8 +14,8 @@ from trainer.runtime import seeding
 
 
 class AdamW(torch.optim.AdamW, Optimizer):
-    """torch's fused AdamW, or an update in parts for moments or parameters in bfloat16, which
-    torch's does not support.
+    """torch's fused AdamW, or a chunkwise update for moments or parameters in bfloat16, which
+    torch's own does not support.
 
     The state exists before the first step, so that a checkpoint can be loaded into it.
     """
@@ -23,7 +23,7 @@ class AdamW(torch.optim.AdamW, Optimizer):
     def __init__(
         self, model: nn.Module, config: OptimConfig, *, others: Container[nn.Parameter] = ()
     ) -> None:
-        """Take all trained parameters but `others`."""
+        """Take all trained parameters except `others`."""
         named = trainable(model)
         self._names = {p: name for p, name in named.items() if p not in others}
         super().__init__(
@@ -56,11 +56,11 @@ class AdamW(torch.optim.AdamW, Optimizer):
     def _step_rounded(
         self, parameter: nn.Parameter, whole_gradient: Tensor, group: dict[str, Any]
     ) -> None:
-        """Update like the fused kernel, in float32 and in parts; values kept in bfloat16 are
-        rounded at random.
+        """Update like the fused kernel, in float32 and chunk by chunk; values stored in bfloat16
+        are rounded at random.
 
-        Only products, sums, quotients and roots are used, each correctly rounded: no result depends
-        on where a shard begins.
+        Only products, sums, quotients and roots are used, each correctly rounded, so no result
+        depends on where a shard begins.
         """
         state, (beta1, beta2), lr = self.state[parameter], group["betas"], group["lr"]
         is_skipped = self.found_inf > 0

@@ -1,4 +1,4 @@
-"""Global gradient norm over sharded parameters, and the update that is clipped by it.
+"""Global gradient norm over sharded parameters, and the update that uses it for clipping.
 
 torch's fp32 norm differs by 5e-5 between world sizes; squares summed in float64 agree to 2e-7.
 """
@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 
 class Optimizer(torch.optim.Optimizer):
-    """An optimizer with what training needs beyond torch's interface.
+    """An optimizer with the inputs that training needs beyond torch's interface.
 
-    `step` reads two scalars on the device, as torch's fused optimizers do: gradients are divided by
-    `grad_scale`, and if `found_inf` is not 0 nothing changes, including momentum and step counts.
+    `step` reads two scalars on the device, as torch's fused optimizers do. Gradients are divided by
+    `grad_scale`. If `found_inf` is not 0, nothing changes, including momentum and step counts.
     `rounding_key`, different in each step, determines how results in bfloat16 are rounded.
     """
 
@@ -53,9 +53,9 @@ def clipped_step(
     `total_norm` (global) and `is_skipped` are scalars, equal on all ranks. Both act on the device,
     so the host does not wait for the backward pass before it launches the update. A skipped step
     changes nothing, including the optimizer's step counts. Gradients are left scaled. torch's own
-    clipping adds 1e-6 to the norm, which shifts every clipped update; this does not.
+    clipping adds 1e-6 to the norm, which shifts every clipped update; this function does not.
     """
-    # the host with CPU offload
+    # with CPU offload, this is the host
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     optimizer.grad_scale = (total_norm / max_norm).clamp(min=1.0).to(device, torch.float32)
     optimizer.found_inf = is_skipped.to(device, torch.float32)

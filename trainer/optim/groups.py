@@ -1,4 +1,4 @@
-"""Parameter groups: the trained parameters that share weight decay and learning rate."""
+"""Parameter groups: trained parameters that share weight decay and learning rate."""
 
 import re
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ def trainable(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def is_decayed(name: str, parameter: nn.Parameter) -> bool:
-    """Return True for matrices. Norms over heads and the biases of fused experts have two
-    dimensions too.
+    """Return True for matrices, but not for norms over heads or biases of fused experts, which have
+    two dimensions too.
     """
     owner, _, leaf = name.rpartition(".")
     return (
@@ -27,9 +27,11 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
 def parameter_groups(
     model: nn.Module, parameters: Iterable[nn.Parameter], config: OptimConfig
 ) -> list[dict[str, Any]]:
-    """Group the parameters by rate and decay. The first entry of `optim.groups` that matches
-    decides; without one, matrices decay by `optim.weight_decay` and the rest does not. Return at
-    least one group, which may be empty. A tied weight is matched by either of its names.
+    """Group the parameters by learning rate and weight decay.
+
+    The first entry of `optim.groups` that matches a parameter decides. Without a match, matrices
+    decay by `optim.weight_decay` and other parameters do not decay. An entry may match either name
+    of a tied weight. Return at least one group, which may be empty.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

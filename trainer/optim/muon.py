@@ -1,8 +1,8 @@
-"""Muon: momentum made orthogonal for the matrices of the layers, AdamW for all else.
+"""Muon: orthogonalized momentum for the layers' matrices, AdamW for all other parameters.
 
-Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the
-step size, which lets AdamW's learning rate serve both, from "Muon is Scalable for LLM Training"
-(arXiv 2502.16982).
+Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); for the
+step size, with which one learning rate suits both Muon and AdamW, "Muon is Scalable for LLM
+Training" (arXiv 2502.16982).
 
 Shape suffixes: A rows and B columns of a matrix; a leading E counts the experts that share one
 parameter.
@@ -32,7 +32,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 to between 0.7 and 1.2.
 """
 UPDATE_RMS = 0.2
-"""Root mean square of AdamW's usual updates; Muon's updates are scaled to it."""
+"""Root mean square of AdamW's usual updates, to which Muon's updates are scaled."""
 
 
 class Muon(AdamW):
@@ -57,7 +57,9 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update. Collective: every matrix is sent to its owner, and its update comes back."""
+        """Update all parameters. Collective: every matrix is sent to its owner, and its update is
+        sent back.
+        """
         everything, self.param_groups = self.param_groups, self._of_adamw
         super().step()
         self.param_groups = everything
@@ -67,7 +69,7 @@ class Muon(AdamW):
             self._apply(parameter, update, group_of[parameter])
 
     def _with_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Update the momentum, and return the gradient with Nesterov's look-ahead, in place."""
+        """Update the momentum. Return the gradient with Nesterov's look-ahead, in place."""
         assert parameter.grad is not None
         gradient = local(parameter.grad)
         state = local(self.state[parameter]["momentum_buffer"])
@@ -81,7 +83,7 @@ class Muon(AdamW):
         return parameter.grad
 
     def _apply(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
-        """Change this rank's shard of the parameter by `update`, its shard of the update."""
+        """Apply this rank's shard of the update to its shard of the parameter."""
         target = local(parameter).detach()
         weight = target.float()
         update.add_(weight, alpha=group["weight_decay"])
@@ -98,12 +100,12 @@ class Muon(AdamW):
 def orthogonal_updates(
     matrices: Mapping[nn.Parameter, Tensor],
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield this rank's shard of each matrix's update: the orthogonal matrix nearest to the given
-    one, scaled to the usual size of an AdamW update. Collective.
+    """Yield this rank's shard of each matrix's update. Collective.
 
-    Each matrix has one owner among the ranks that share it. The others send their shards to the
-    owner, which does the work and sends the shards of the result back. Ranks work on different
-    matrices at the same time, and the result does not depend on their number.
+    The update is the orthogonal matrix nearest to the given one, scaled to the usual size of an
+    AdamW update. Each matrix has one owner among the ranks that share it. The others send their
+    shards to the owner, which does the work and sends the shards of the result back. Ranks work on
+    different matrices at the same time, and the result does not depend on their number.
     """
     by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter, matrix in matrices.items():
@@ -151,15 +153,15 @@ def _updates_by_owners(
 
 
 def _update_of(matrix_EAB: Tensor) -> Tensor:
-    """Return the update of a whole matrix."""
+    """Return the update for a whole matrix."""
     return orthogonalized(matrix_EAB).mul_(UPDATE_RMS * max(matrix_EAB.shape[-2:]) ** 0.5)
 
 
 def orthogonalized(matrix_EAB: Tensor) -> Tensor:
     """Approximate U V^T of U S V^T by Newton-Schulz iterations.
 
-    In float32: the iterations enlarge small singular values and their rounding up to 500 times; in
-    bfloat16 the result would depend on the number of ranks.
+    This runs in float32, because the iterations enlarge small singular values and their rounding
+    errors up to 500 times. In bfloat16 the result would depend on the number of ranks.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix_EAB.shape[-2] > matrix_EAB.shape[-1]
@@ -172,8 +174,8 @@ def orthogonalized(matrix_EAB: Tensor) -> Tensor:
 
 
 def _ends(model: nn.Module) -> set[nn.Parameter]:
-    """Return the weights of embeddings and output head: their rows are tokens, not a map between
-    hidden spaces.
+    """Return the weights of the embeddings and the output head. Their rows stand for tokens, so
+    they do not map one hidden space to another.
     """
     modules: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()

@@ -1,7 +1,7 @@
-"""Stochastic rounding of float32 results to bfloat16: up or down at random, right on average.
+"""Stochastic rounding of float32 results to bfloat16: up or down at random, correct on average.
 
-Rounding to nearest loses every change below half a unit of the last place (1/512 of the value): a
-weight at a small learning rate, and a second moment with beta2 = 0.999, would stand still (P.
+Rounding to nearest loses every change below half a unit of the last place (1/512 of the value). A
+weight with a small learning rate, or a second moment with beta2 = 0.999, would never change (P.
 Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192). The noise is a hash of (key,
 global index of the element), so it is the same on any number of ranks and after a restart, and
 needs no generator.
@@ -14,18 +14,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 CHUNK_NUMEL = 2**24
-"""Elements updated at once: float32 copies of a whole parameter would take the memory that bfloat16
-saves. In smaller chunks a GPU would wait for the host: an update is about 95 small kernels.
+"""Number of elements updated at once. Float32 copies of a whole parameter would take the memory
+that bfloat16 saves. With smaller chunks a GPU would wait for the host, because an update consists
+of about 95 small kernels.
 """
 _NOISE_BITS = 16
-"""The bits of a float32 that a bfloat16 lacks."""
+"""Number of bits that a float32 has and a bfloat16 lacks."""
 _MULTIPLIERS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B)
-"""2^32 / golden ratio; those of C. Wellons' `lowbias32`, found by search (nullprogram.com,
-"Prospecting for Hash Functions")."""
+"""2^32 / golden ratio, and the multipliers of C. Wellons' `lowbias32`, which were found by search
+(nullprogram.com, "Prospecting for Hash Functions").
+"""
 
 
 def store(target: Tensor, values: Tensor, key: int, first: int) -> None:
-    """Write float32 `values` into `target`; into a bfloat16 one, rounded with the noise of `key`.
+    """Write float32 `values` into `target`. If `target` is bfloat16, round them with the noise of
+    `key`.
 
     Both are flat. `first` is the index of their first element in the whole tensor.
     """
@@ -33,7 +36,9 @@ def store(target: Tensor, values: Tensor, key: int, first: int) -> None:
 
 
 def rounded(values: Tensor, key: int, first: int) -> Tensor:
-    """Round flat float32 values to bfloat16: up with the probability of the part that is cut off."""
+    """Round flat float32 values to bfloat16. The probability of rounding up is the fraction of a
+    unit that is cut off.
+    """
     noise = _hash(len(values), key, first, values.device).bitwise_and_(2**_NOISE_BITS - 1)
     bits = noise.add_(values.view(torch.int32)).bitwise_and_(-(2**_NOISE_BITS))
     # noise could overflow a NaN of all ones into zero
@@ -51,8 +56,9 @@ def shard_starts(shape: torch.Size, num_shards: int) -> list[int]:
 
 
 def first_element(tensor: Tensor) -> int:
-    """Return the index in the whole tensor of the first element of this rank's shard: rows along the
-    last dimension of the mesh, as `parallelize` shards.
+    """Return the index in the whole tensor of the first element of this rank's shard.
+
+    Rows are sharded over the last mesh dimension, as in `parallelize`.
     """
     if not isinstance(tensor, DTensor):
         return 0
@@ -61,7 +67,7 @@ def first_element(tensor: Tensor) -> int:
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Yield flat views of tensors of one shape, part by part, with the index at which the part
+    """Yield flat views of chunks of tensors with the same shape, and the index at which each chunk
     begins.
     """
     flat = [tensor.view(-1) for tensor in tensors]
@@ -70,7 +76,7 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
 
 
 def _hash(numel: int, key: int, first: int, device: torch.device) -> Tensor:
-    """Return int32 values of which every bit depends on all bits of the key and of the index modulo
+    """Return int32 values in which every bit depends on all bits of the key and of the index modulo
     2^32. Sums and products wrap.
     """
     golden, odd, even = (_signed(multiplier) for multiplier in _MULTIPLIERS)
@@ -82,8 +88,8 @@ def _hash(numel: int, key: int, first: int, device: torch.device) -> Tensor:
 
 
 def _xor_shifted(x: Tensor, count: int) -> Tensor:
-    """Return x ^ (x >> count) of unsigned numbers: the sign bits that a shift of int32 brings in
-    are cut off.
+    """Return x ^ (x >> count) for unsigned numbers: the sign bits that an int32 shift brings in are
+    removed.
     """
     return x.bitwise_xor_((x >> count).bitwise_and_(2 ** (32 - count) - 1))
 

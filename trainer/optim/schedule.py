@@ -1,6 +1,6 @@
 """The learning rate as a pure function of the step: a resume needs no state.
 
-Imports no torch, so that a mistyped name of a schedule fails at once.
+This imports no torch, so a mistyped schedule name fails at once.
 """
 
 import math
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Decay = Callable[[float], float]
 STABLE_RATIO = 0.9
-"""Share of the steps after warm-up that `wsd` stays at the peak."""
+"""Share of the steps after warm-up for which `wsd` stays at the peak."""
 
 
 def cosine(progress: float) -> float:
@@ -35,14 +35,17 @@ def wsd(progress: float) -> float:
 
 
 DECAYS: dict[str, Decay] = {"cosine": cosine, "linear": linear, "constant": constant, "wsd": wsd}
-"""{`optim.lr_scheduler`: function from the share of the steps after warm-up (0 at the first of them)
-to the rate as a share of the peak, before `min_lr_ratio`}."""
+"""{`optim.lr_scheduler`: decay function}. The function takes the share of the steps after warm-up
+(0 at the first of them). It returns the rate as a share of the peak, before `min_lr_ratio`.
+"""
 
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """The rate `lr_at(step)` for steps 1 to `total_steps`. The first and the last step both learn:
-    the decay would reach `min_lr_ratio` one step later.
+    """The rate `lr_at(step)` for steps 1 to `total_steps`.
+
+    Both the first and the last step change the model: the decay would reach `min_lr_ratio` only one
+    step later.
     """
 
     kind: str
@@ -81,7 +84,7 @@ class LrSchedule:
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every field. A run computes its rate from its own configuration; a resume compares
-        these.
+        """Return every field. A run computes its rate from its own configuration; a resume only
+        compares these fields with the saved ones.
         """
         return asdict(self)

@@ -1,1 +1,1 @@
-"""Plan the memory and disk of a run, and find the override that makes it fit."""
+"""Plan the memory and disk space of a run, and find the override that makes it fit."""

@@ -1,4 +1,4 @@
-"""Find the smallest change of a configuration that makes it fit."""
+"""Find the smallest change to a configuration that makes it fit."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,8 @@ def change_series(config: Config, now: MemoryPlan) -> list[list[Change]]:
 
     The order: shorter micro-batches; recomputation; shorter micro-batches with recomputation; layer
     inputs in host memory. Then more ranks, alone and with shorter micro-batches and recomputation.
-    Then parameters and optimizer state in host memory, alone and with these two.
+    Then parameters and optimizer state in host memory: alone, with recomputation, and with
+    recomputation and shorter micro-batches.
     """
     here = now.num_ranks
     max_length = config.data.max_length

@@ -1,4 +1,4 @@
-"""Checks of memory and disk, for `plan` and `doctor`."""
+"""Checks of memory and disk space, for `plan` and `doctor`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,9 @@ from trainer.tools.plan.memory import GIB, Change, MemoryPlan
 
 
 def memory_and_disk(launch: Launch) -> Iterator[Checked]:
-    """Check the memory of the cards and of the host, and the disk, for a start on this machine."""
+    """Check the memory of the cards and of the host, and the disk space, for a start on this
+    machine.
+    """
     config = launch.config
     plan = memory.planner(config)(Change(launch.num_ranks * launch.layout.num_nodes))
     limit_gib = memory.default_memory_gib(config, launch.num_ranks)
@@ -41,7 +43,7 @@ def check_memory(plan: MemoryPlan, limit_gib: float, *, fix: str) -> Checked:
 
 
 def check_disk(config: Config, plan: MemoryPlan) -> Checked:
-    """Check the space for checkpoints: warn if not all have room, fail if not one has."""
+    """Check the space for checkpoints: warn if not all of them fit, fail if not even one fits."""
     disk = plan_disk(config, plan)
     run_dir = Path(config.trainer.default_local_dir)
     one_bytes = disk.checkpoint_bytes

@@ -1,4 +1,4 @@
-"""Plan the disk of a run: its checkpoints."""
+"""Plan the disk space that a run's checkpoints need."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,10 @@ from trainer.tools.plan.memory import MemoryPlan
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """Disk that a run needs. `export_bytes` are part of `checkpoint_bytes`. `num_checkpoints` is the
-    largest number that exist at a time, or None if a run of unknown length keeps all.
+    """Disk space that a run needs.
+
+    `export_bytes` is included in `checkpoint_bytes`. `num_checkpoints` is the largest number that
+    exist at a time, or None if a run of unknown length keeps all.
     """
 
     checkpoint_bytes: int
@@ -24,8 +26,8 @@ class DiskPlan:
 def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
     """Plan checkpoints without reading weights.
 
-    Untrained tensors that are only copied to the export, and copies in the run directory, are not
-    counted.
+    The plan does not count untrained tensors that are only copied to the export, or copies in the
+    run directory.
     """
     export_bytes = _export_bytes(config, plan)
     return DiskPlan(
@@ -50,7 +52,9 @@ def _export_bytes(config: Config, plan: MemoryPlan) -> int:
 
 
 def _num_checkpoints(config: Config) -> int | None:
-    """Return the number that exist at a time: those kept and the one being written."""
+    """Return the largest number of checkpoints that exist at a time: those kept and the one being
+    written. Return None if it is unknown.
+    """
     trainer = config.trainer
     limits = []
     if trainer.max_ckpt_to_keep is not None:

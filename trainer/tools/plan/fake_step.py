@@ -1,7 +1,7 @@
-"""Run one training step of the trainer's own model on fake tensors, among ranks that do not exist.
+"""Run one training step of the trainer's own model on fake tensors, with ranks that do not exist.
 
-A plan for a GPU uses fake CPU tensors too, so that no GPU is needed; attention allocates what the
-GPU's kernel allocates.
+A plan for a GPU uses fake CPU tensors too, so it needs no GPU. Attention allocates the same memory
+as the GPU's kernel.
 """
 
 import itertools
@@ -35,15 +35,18 @@ from trainer.tools.plan.fused_norm import fuse_norms
 from trainer.tools.plan.live_storage import LiveStorages, Peaks
 
 FEWEST_LAYERS = 4
-"""The first two layers and the last two. All layers between them use the same memory."""
+"""Number of layers that always run: the first two and the last two. All layers between them use the
+same memory.
+"""
 MAX_RUN_MICRO_BATCHES = 2
-"""The second and all later micro-batches add to the gradients of those before them."""
+"""Number of micro-batches to run at most: the second and all later ones add to existing gradients.
+"""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The most work of a data rank in a step: document lengths of its fullest micro-batch, and the
-    number of micro-batches.
+    """The largest workload of a data rank in a step: the document lengths of its fullest
+    micro-batch, and the number of micro-batches.
     """
 
     seqlens: tuple[int, ...]
@@ -56,7 +59,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """A configuration with every setting resolved that depends on the machine."""
+    """A configuration in which every machine-dependent setting is resolved."""
 
     config: Config
     design: Design
@@ -77,8 +80,8 @@ class Job:
 
 ALL, DEVICE, HOST = "all", "device", "host"
 Measured = dict[str, Peaks]
-"""Bytes by category at the fullest moment of each phase of a step: of `ALL` tensors, of those on the
-`DEVICE`, and of all with the `HOST`'s page-locked blocks.
+"""Bytes by category at the fullest moment of each phase of a step: for `ALL` tensors, for those on
+the `DEVICE`, and for all tensors with the `HOST`'s page-locked blocks at their full size.
 """
 
 
@@ -86,7 +89,7 @@ def measure(job: Job, num_layers: int) -> Measured:
     """Run a step on fake tensors with only the first layers of the model."""
     live = LiveStorages()
     num_run = min(job.workload.num_micro_batches, MAX_RUN_MICRO_BATCHES)
-    # the cache outlives the plan: real masks must not enter it, nor fake ones leave it
+    # the cache outlives the plan: real masks must not enter the plan, nor fake ones leave it
     cpu_attention._mask.cache_clear()
     try:
         with _fake_world(job) as world:
@@ -127,7 +130,8 @@ def _grouped_product(
     *_: Any,
     **__: Any,
 ) -> Any:
-    """Return the experts' product in float32, which torch's own fake implementation refuses.
+    """Return the experts' product in float32, for which torch's own fake implementation raises an
+    error.
 
     `right` has a matrix for each group, or (in the backward pass) columns whose products with the
     rows of `left` are summed by group.
@@ -142,8 +146,8 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
     """Hook `live` into a step, so that it knows the phase and the category of each tensor.
 
     Phases are `(micro-batch, kind, layer)`. The last two layers count from the end, and all layers
-    between the first and last two are -3. A layer that is recomputed in the backward pass belongs
-    to that pass. The update begins with the optimizer's step.
+    between the first and last two have the number -3. The recomputation of a layer is part of the
+    backward phase. The update phase begins with the optimizer's step.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     live.mark([*trained, *model.buffers()], live_storage.PARAMETERS)
@@ -231,14 +235,16 @@ def _keep_layers(model: PreTrainedModel, num_layers: int) -> None:
 
 
 def _edge(index: int, num_layers: int) -> int:
-    """Return the number of a layer: the last two count from the end, those in the middle are -3."""
+    """Return the number of a layer. The last two count from the end, and those in the middle are
+    -3.
+    """
     half = FEWEST_LAYERS // 2
     return index if index < half else max(index - num_layers, -half - 1)
 
 
 @contextmanager
 def _fake_world(job: Job) -> Iterator[World]:
-    """Yield rank 0 among ranks that do not exist."""
+    """Yield rank 0 of a world whose other ranks do not exist."""
     model = job.config.model
     dimensions = mesh_dimensions(job.num_ranks, fsdp_size=model.fsdp_config.fsdp_size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.num_ranks)

@@ -1,6 +1,7 @@
-"""The two kernels of an RMS norm on a GPU, forward and backward, for fake tensors.
+"""Stand-ins on fake tensors for a GPU's two RMS norm kernels, forward and backward.
 
-A CPU build of torch has no such kernel: it would compute the norm in pieces, which take more memory.
+A CPU build of torch does not have these kernels. It would compute the norm in several operations,
+which take more memory.
 """
 
 import types
@@ -13,7 +14,7 @@ from trainer.model import norm
 
 
 class FusedNorm(torch.autograd.Function):
-    """The tensors that the kernels make and keep, without values."""
+    """Allocates the tensors that the kernels make and keep, without values."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Replace every norm that a GPU computes with torch's fused kernels."""
+    """Replace every norm that torch's fused kernels would compute on a GPU."""
     for module in model.modules():
         if getattr(module.forward, "__func__", None) is norm.forward:
             module.forward = types.MethodType(

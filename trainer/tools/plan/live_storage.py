@@ -1,9 +1,10 @@
-"""Record which tensor storages live at every moment of a training step, and their categories.
+"""Record which tensor storages are alive at every moment of a training step, and their categories.
 
-It works on real and on fake tensors. A dispatch mode sees the storages that an operation creates; a
-weak reference tells when one is freed. The category of a storage is often known only later (a matrix
-product turns out to be a gradient), so allocations are recorded and evaluated afterwards. Memory that
-a kernel allocates and frees inside one operation is not seen, except that of fused attention.
+This works on real and on fake tensors. A dispatch mode sees the storages that an operation creates;
+a weak reference reports when a storage is freed. The category of a storage is often known only
+later (a matrix product turns out to be a gradient), so allocations are recorded first and evaluated
+afterwards. Memory that a kernel allocates and frees inside one operation is not seen, except for
+fused attention.
 
 Shape suffixes: T packed tokens, N query heads, M key heads, K head size.
 """
@@ -31,13 +32,13 @@ ACTIVATIONS, HEAD, HOST_INPUTS = (
 LASTING = frozenset({PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS})
 """Categories that last beyond the step. CPU offload keeps them in host memory."""
 PINNED = frozenset({PARAMETERS, FROZEN, HOST_INPUTS})
-"""Categories that are page-locked if they are in host memory, with a block for each tensor."""
+"""Categories that are page-locked if they are in host memory, each tensor in its own block."""
 _HANDED_OVER = {
     "fsdp.all_gather_copy_in.default": GATHERED,
     "fsdp.chunk_cat.default": GRADIENTS,
     "c10d._reduce_scatter_base_.default": GRADIENTS,
 }
-"""Categories of the arguments of these operations."""
+"""{operation: category of its arguments}."""
 FLASH_BLOCK_TOKENS = 128
 
 Phase = tuple[int | str, ...]
@@ -46,7 +47,7 @@ Peaks = dict[Phase, Counter[str]]
 
 
 class LiveStorages(TorchDispatchMode):
-    """A context to run a step in. The caller announces each phase with `enter`."""
+    """A context in which a step runs. The caller announces each phase with `enter`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +72,9 @@ class LiveStorages(TorchDispatchMode):
         self.phase, self._default = phase, default
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Give storages a category, also unseen ones; lasting categories stay."""
+        """Give storages a category, even those not seen before. Lasting categories are not
+        replaced.
+        """
         for tensor in local_tensors(list(tensors)):
             index = self._see(tensor)
             if self._categories[index] not in LASTING:
@@ -82,8 +85,8 @@ class LiveStorages(TorchDispatchMode):
     ) -> Peaks:
         """Return the fullest moment of each phase, in order.
 
-        Categories in `elsewhere` live in other memory: they count only at the moment of their
-        allocation. Those in `pinned` are page-locked, in blocks larger than the tensors.
+        Categories in `elsewhere` are kept in different memory: they count only at the moment of
+        their allocation. Categories in `pinned` are page-locked, in blocks larger than the tensors.
         """
         live: Counter[str] = Counter()
         sizes: Counter[int] = Counter()
@@ -102,8 +105,8 @@ class LiveStorages(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # DTensor operations are seen from outside: inside, DTensor propagates shapes on whole
-        # tensors that do not exist
+        # DTensor operations are observed from outside, because inside them DTensor propagates
+        # shapes on whole tensors that do not exist
         result = func(*args, **(kwargs or {}))
         for tensor in local_tensors(result):
             self._see(tensor)
@@ -134,7 +137,7 @@ class LiveStorages(TorchDispatchMode):
         del self._living[key]
 
     def _watched(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `resize_`, which FSDP frees and refills gathered parameters with: no dispatch mode
+        """Wrap `resize_`, with which FSDP frees and refills gathered parameters: no dispatch mode
         sees it.
         """
 
@@ -157,7 +160,9 @@ class LiveStorages(TorchDispatchMode):
 
 def flash_backward_bytes(query_TNK: Tensor, key_TMK: Tensor, *, num_documents: int) -> int:
     """Return the bytes that FlashAttention 2 allocates inside its backward pass over packed
-    documents: gradients of the queries in fp32, a number per row, and gradients of keys and values
+    documents.
+
+    These are gradients of the queries in fp32, one number per row, and gradients of keys and values
     per query head if several query heads share a key head.
     """
     num_tokens, num_heads, head_size = query_TNK.shape

@@ -72,7 +72,7 @@ CPU_OUTSIDE_GIB, CPU_GAPS = 0.75, 0.5
 
 @dataclass(frozen=True)
 class Change:
-    """Another number of ranks, or further overrides, to plan with."""
+    """A different number of ranks, or further overrides, for a plan."""
 
     num_ranks: int
     overrides: tuple[str, ...] = ()
@@ -119,13 +119,13 @@ class MemoryPlan:
 
     @property
     def needed_gib(self) -> float:
-        """Memory of a rank; without a GPU, host memory counts too."""
+        """Memory that a rank needs; without a GPU, host memory counts too."""
         on_device_gib = self.peak_bytes / GIB + self.outside_gib
         return on_device_gib if self.is_cuda else on_device_gib + self.host_gib
 
 
 def planner(config: Config) -> Callable[[Change], MemoryPlan]:
-    """Return a function that plans the configuration with a change, each change once."""
+    """Return a function that plans the configuration with a change, once for each change."""
 
     @cache
     def plan(change: Change) -> MemoryPlan:
@@ -137,10 +137,11 @@ def planner(config: Config) -> Callable[[Change], MemoryPlan]:
 
 
 def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
-    """Plan rank 0, which holds the largest shards. Raises `ConfigError`.
+    """Plan rank 0, which holds the largest shards. Raises `ConfigError` if the step cannot be
+    planned.
 
-    If the model has more than five equal layers, the step runs with four and with five of them:
-    each further layer adds to a phase what the fifth adds.
+    If the model has more than five equal layers, the step runs with four and with five of them.
+    Each further layer adds as much to a phase as the fifth.
     """
     job = _job(config, num_ranks)
     try:
@@ -165,7 +166,9 @@ def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
 
 
 def extrapolated(few: Measured, more: Measured, num_between: int) -> Measured:
-    """Add to the step `few` its difference to `more`, which has one more layer, `num_between` times."""
+    """Add `num_between` times the difference between `more` and `few` to `few`. `more` has one more
+    layer than `few`.
+    """
 
     def grown(a: Counter[str], b: Counter[str]) -> Counter[str]:
         return Counter({name: a[name] + (b[name] - a[name]) * num_between for name in a | b})
@@ -179,8 +182,8 @@ def extrapolated(few: Measured, more: Measured, num_between: int) -> Measured:
 def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> Workload:
     """Return micro-batches as full as their limits and the rank's part of the batch allow.
 
-    All documents have `max_length` tokens. No rank gets more work while the cost of a sample is
-    linear in its length.
+    All documents have `max_length` tokens. No rank gets more work than this, provided that the cost
+    of a sample is linear in its length.
     """
     max_samples: float = math.ceil(data.train_batch_size / num_ranks)
     if not is_packed:
@@ -196,7 +199,7 @@ def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> W
 
 
 def _plan(job: Job, measured: Measured, num_layers: int) -> MemoryPlan:
-    """Collect the fullest moment on the device and the host memory of a measured step."""
+    """Make the plan from a measured step: the fullest moment on the device, and the host memory."""
     device = max(measured[DEVICE].values(), key=lambda held: held.total())
     always_shown = set(NAMES) - {HOST_INPUTS, FROZEN}
     saved_names = {PARAMETERS, OPTIMIZER, FROZEN}
@@ -228,8 +231,10 @@ def _most(peaks: Peaks, name: str) -> int:
 
 
 def _pinned_gradient_bytes(job: Job) -> int:
-    """Return the bytes of the float32 gradients that FSDP copies to page-locked memory, each in its
-    own block; in the fake step they are parts of one tensor for each layer.
+    """Return the bytes of the float32 gradients that FSDP copies to page-locked memory.
+
+    Each gradient has its own block there. In the fake step, the gradients of a layer are parts of
+    one tensor instead.
     """
     fsdp_size = job.config.model.fsdp_config.fsdp_size
     num_shards = mesh_dimensions(job.num_ranks, fsdp_size=fsdp_size)["fsdp"]
@@ -268,7 +273,7 @@ def _job(config: Config, num_ranks: int) -> Job:
 
 
 def source_of(config: Config) -> ModelSource:
-    """Return the directory of config.json; no weights are downloaded."""
+    """Return the model source with config.json only; no weights are downloaded."""
     directory = find_architecture(config.model.partial_pretrain)
     return source_at(config, directory, random_weights=True)
 
@@ -287,7 +292,9 @@ def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
 
 def default_memory_gib(config: Config, num_ranks: int) -> float:
     """Return the memory of the smallest card that `num_ranks` would use here, or on CPUs a rank's
-    share of the host. All of a card counts, because other processes come and go.
+    share of the host's memory.
+
+    A card's total memory counts, not its free memory, because other processes come and go.
     """
     if config.trainer.device == "cpu":
         return host_memory_bytes() / num_ranks / GIB
@@ -297,7 +304,9 @@ def default_memory_gib(config: Config, num_ranks: int) -> float:
 
 
 def host_memory_bytes() -> int:
-    """Return the memory that this process may use: the machine's, or the limit of its container."""
+    """Return the memory that this process may use: the machine's memory or its container's limit,
+    whichever is smaller.
+    """
     sizes = [psutil.virtual_memory().total]
     with suppress(OSError, ValueError):  # no file, or no limit: "max"
         sizes.append(int(CONTAINER_LIMIT.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""A memory plan as a table."""
+"""Format a memory plan as a table."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ NAME_WIDTH = 44
 
 
 def memory_lines(plan: MemoryPlan, config: Config) -> Iterator[str]:
-    """Yield lines with the GiB of one rank by category, on its device and in host memory."""
+    """Yield the table's lines: a rank's GiB by category, on its device and in host memory."""
     num_parameters = f"{plan.num_parameters / 1e9:.3g} B parameters"
     if plan.num_trained < plan.num_parameters:
         num_parameters += f", {plan.num_trained / 1e9:.3g} B trained"

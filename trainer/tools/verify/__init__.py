@@ -1,1 +1,1 @@
-"""Check a machine, and what was trained on it: `doctor` and `doctor --run`."""
+"""Check a machine and the training on it: `doctor` and `doctor --run`."""

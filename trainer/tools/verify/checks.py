@@ -1,4 +1,4 @@
-"""The checks of `doctor`: those of every start, and some that take longer.
+"""The checks of `doctor`: those that every start makes, and some that take longer.
 
 Only the checks that need torch import it.
 """
@@ -29,7 +29,7 @@ MIN_FREE_SHARE = 0.9
 
 
 def requirements(launch: Launch) -> Iterator[Checked]:
-    """Check the installed packages against those of pyproject.toml."""
+    """Check the installed packages against the requirements in pyproject.toml."""
     for text in unmet_requirements():
         yield Checked("fail", f"{text} is not installed here", f"pip install '{text}'")
 
@@ -62,7 +62,9 @@ def cards(launch: Launch) -> Iterator[Checked]:
 
 
 def directories(launch: Launch) -> Iterator[Checked]:
-    """Try every operation of a save, a lock and a cache in the directories of run and cache."""
+    """Try every operation that saves, locks and caches need, in the run directory and the cache
+    directory.
+    """
     trainer = launch.config.trainer
     needs_lock = trainer.checkpoint.require_lock
     yield from _tried("trainer.default_local_dir", trainer.default_local_dir, needs_lock=needs_lock)
@@ -73,7 +75,7 @@ def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
     try:
         with TemporaryDirectory(prefix=".sft-", dir=existing_parent(Path(directory))) as name:
             made = Path(name)
-            for data in (b"old", b"new"):  # synced, and replaced
+            for data in (b"old", b"new"):  # synced, then replaced
                 fsio.atomic_write(made / "file", data)
             fsio.make_dir(made / "staged")
             fsio.rename(made / "staged", made / "final")
@@ -94,7 +96,7 @@ def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
 
 
 def resume(launch: Launch) -> Iterator[Checked]:
-    """Report the checkpoint that a start would continue from, and whether the run trains now."""
+    """Report the checkpoint from which a start would continue, and whether the run trains now."""
     config = launch.config
     run_dir = Path(config.trainer.default_local_dir)
     if is_live(run_dir):
@@ -110,7 +112,7 @@ def resume(launch: Launch) -> Iterator[Checked]:
 
 
 def login(launch: Launch) -> Iterator[Checked]:
-    """Check for a key of Weights & Biases; a start would ask for it after the ranks have begun."""
+    """Check for a Weights & Biases key; a start would ask for it after the ranks have begun."""
     if "wandb" in with_environment(launch.config.trainer.logger):
         try:
             wandb_backend.require_login()
@@ -119,7 +121,7 @@ def login(launch: Launch) -> Iterator[Checked]:
 
 
 def mirror(launch: Launch) -> Iterator[Checked]:
-    """List the mirror once. Only the start of a run tries to write it."""
+    """List the mirror once. Only the start of a run tries to write to it."""
     url = launch.config.trainer.checkpoint.mirror
     if url is None:
         return
@@ -138,7 +140,7 @@ def mirror(launch: Launch) -> Iterator[Checked]:
 
 
 def rows(launch: Launch) -> Iterator[Checked]:
-    """Render and tokenize the first row of each file, and show one."""
+    """Render and tokenize the first row of each file, and show one row."""
     from trainer.data.formats import columns_of
     from trainer.data.prepare import RowEncoder
     from trainer.data.readers import iter_rows
@@ -186,7 +188,9 @@ NEEDS = {
     "rows": {"requirements", "model", "template", "files"},
     "memory and disk": {"cards", "architecture"},
 }
-"""A check is skipped after one of these has failed: it would only repeat the failure."""
+"""{check: checks it needs}. A check is skipped after one that it needs has failed, because it would
+only repeat the failure.
+"""
 
 
 def examine(
@@ -195,8 +199,8 @@ def examine(
     needs: Mapping[str, set[str]],
     broken: set[str],
 ) -> Iterator[tuple[str, Checked]]:
-    """Yield name and finding of each check. One that needs a check in `broken` is skipped. Adds the
-    names of failed and skipped checks to `broken`.
+    """Yield the name and the findings of each check. Skip a check that needs one in `broken`. Add
+    the names of failed and skipped checks to `broken`.
     """
     for name, check in checks.items():
         if missing := needs.get(name, set()) & broken:
@@ -206,7 +210,7 @@ def examine(
         try:
             found = check(subject)
             findings = [found] if isinstance(found, Checked) else list(found)
-        except Exception as error:  # a run would end with it
+        except Exception as error:  # a run would end with the same error
             findings = [Checked("fail", str(error) or type(error).__name__)]
         for checked in findings or [Checked("ok", "no problem found")]:
             if checked.level == "fail":

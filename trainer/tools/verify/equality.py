@@ -1,4 +1,4 @@
-"""Compare what two finished runs of the same length logged and saved, bit for bit."""
+"""Compare the logs and checkpoints of two finished runs of the same length, bit for bit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 
 STEP_KEYS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/total_token_count")
 LOADER = "loader"
-"""Entry of `data.pt`: torchdata's counters, which start again with every process."""
+"""Entry of `data.pt` with torchdata's counters, which start again in every process."""
 
 
 class Missing(str):
-    """Says why a run lacks a value. It differs from every value, also from itself."""
+    """The reason why a run lacks a value. It differs from every value, even from itself."""
 
 
 MISSING = Missing("missing")
@@ -26,13 +26,13 @@ MISSING = Missing("missing")
 
 @dataclass
 class Comparison:
-    """The number of equal values and tensors, and a line for each difference in the order of the run."""
+    """The number of equal values and tensors, and a line for each difference in run order."""
 
     num_equal: int = 0
     differences: list[str] = field(default_factory=list)
 
     def add(self, place: str, left: Any, right: Any) -> None:
-        """Compare a value or tensor of two runs."""
+        """Compare a value or tensor of one run with that of the other."""
         difference = _difference(left, right)
         if difference:
             self.differences.append(f"{place}: {difference}")
@@ -41,7 +41,7 @@ class Comparison:
 
 
 def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
-    """Compare each step and validation in its newest attempt, and the checkpoint of the last step."""
+    """Compare the newest attempt of each step and validation, and the last step's checkpoint."""
     found = Comparison()
     left_values, right_values = dict(_values(left, steps)), dict(_values(right, steps))
     for place in {**left_values, **right_values}:
@@ -50,7 +50,7 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
 
 
 def _values(run_dir: Path, steps: int) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of everything to compare."""
+    """Yield the name and the value of everything to compare."""
     rows = _rows(run_dir, "train")
     for step in sorted({*range(1, steps + 1), *rows}):
         row = rows.get(step, {})
@@ -62,14 +62,14 @@ def _values(run_dir: Path, steps: int) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(run_dir: Path, kind: str) -> dict[int, dict[str, Any]]:
-    """Return the newest row of each step."""
+    """Return {step: its newest row} for rows of one kind."""
     path = run_dir / FILE_NAME
     rows = read_metrics(path) if path.exists() else []
     return {row["step"]: row for row in rows if row["kind"] == kind}
 
 
 def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of everything in a checkpoint."""
+    """Yield the name and the value of everything in a checkpoint."""
     info = layout.inspect(checkpoint)
     if info.manifest is None:
         yield checkpoint.name, Missing(info.reason)
@@ -107,7 +107,7 @@ def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _difference(left: Any, right: Any) -> str:
-    """Describe how two values differ; empty if they are equal. NaN equals NaN."""
+    """Describe how two values differ; "" if they are equal. NaN equals NaN."""
     shown = _shown(left), _shown(right)
     if shown[0] != shown[1] or isinstance(left, Missing):
         return " and ".join(shown)
@@ -121,7 +121,9 @@ def _difference(left: Any, right: Any) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return uint8 [bytes], in which -0.0 differs from 0.0, and NaN equals the same NaN."""
+    """Return a tensor's bytes, uint8 [bytes]. In them -0.0 differs from 0.0, and a NaN equals the
+    same NaN.
+    """
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

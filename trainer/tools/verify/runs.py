@@ -1,7 +1,7 @@
-"""Train a recipe for a few steps in a temporary directory: straight, with other settings, or killed
-and resumed.
+"""Train a recipe for a few steps in a temporary directory.
 
-No torch. Every process that starts here ends with its call, or with this process.
+A run goes straight through, has changed settings, or is killed and resumed. This module imports no
+torch. Every process that it starts ends with the call, or with this process.
 """
 
 import os
@@ -23,16 +23,17 @@ from trainer.train.start.compose import as_word, load_config
 
 NUM_STEPS, SAVE_FREQ, KILL_AFTER = 10, 4, 5
 NUM_COMPARED = 4
-"""Steps to compare between two ways of computing; rounding errors grow from step to step."""
+"""Number of steps to compare between two ways of computing; rounding errors grow from step to step.
+"""
 NUM_WARMUP_STEPS = 2
 MAX_KILLS = 3
-"""Tries until a run is killed before its last save."""
+"""Number of attempts to kill a run before its last save."""
 POLL_S = 0.02
 NUM_LOG_LINES = 20
 
 
 class RunFailedError(RuntimeError):
-    """A run failed; the message has the end of its log."""
+    """A run failed; the message contains the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ class ShortRun:
 
 
 class Runs:
-    """Runs of a recipe on `num_ranks` ranks, which write only in `directory`.
+    """Runs of a recipe on `num_ranks` ranks. They write only in `directory`.
 
-    `planned_gib` predicts the memory of a rank for a configuration and a number of ranks.
+    `planned_gib` predicts a rank's memory from a configuration and a number of ranks.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class Runs:
 
     @cached_property
     def straight(self) -> ShortRun:
-        """A run without an interruption; deterministic on a GPU."""
+        """A run without an interruption. On a GPU it is deterministic."""
         return self.train("straight")
 
     @cached_property
     def timed(self) -> ShortRun:
-        """A run at full speed: on a GPU without deterministic kernels."""
+        """A run at full speed. On a GPU it does not use deterministic kernels."""
         if not self.is_on_gpu:
             return self.straight
         return self.train("timed", "trainer.deterministic=false", until=NUM_STEPS - 1)
@@ -113,7 +114,7 @@ class Runs:
     def train_killed(self) -> tuple[ShortRun, int, int] | None:
         """Kill a run with SIGKILL before its last save, and start it again.
 
-        Returns the run, the step saved before the kill, and the step that it resumed from; None if
+        Returns the run, the step saved before the kill, and the step from which it resumed; None if
         every run ended before it could be killed. Raises `RunFailedError`.
         """
         for number in range(MAX_KILLS):
@@ -135,8 +136,10 @@ class Runs:
         overrides: Sequence[str] = (),
         num_ranks: int | None = None,
     ) -> bool:
-        """Start the run; True if it was killed because `is_due`, False if it ended by itself. All
-        its processes end with it.
+        """Start the run. Return True if it was killed because `is_due` returned True, False if it
+        ended by itself.
+
+        All its processes end with it. Raises `RunFailedError`.
         """
         words = [str(num_ranks or self.num_ranks), *self._overrides, *overrides]
         words += [f"trainer.default_local_dir={as_word(str(run.run_dir))}", *_FORCED]
@@ -166,7 +169,7 @@ class Runs:
         return False
 
     def _first_overrides(self, overrides: Sequence[str]) -> list[str]:
-        """Return settings that the user's overrides may replace: few rows, and another cache."""
+        """Return settings that the user's overrides may replace: few rows, and a separate cache."""
         batch_size = load_config(list(overrides)).data.train_batch_size
         words = [
             f"data.train_max_samples={2 * NUM_STEPS * batch_size}",
@@ -181,11 +184,11 @@ _FORCED = (
     f"trainer.total_training_steps={NUM_STEPS}",
     f"trainer.save_freq={SAVE_FREQ}",
     f"trainer.test_freq={SAVE_FREQ}",
-    "data.val_files=null",  # a validation of few rows
+    "data.val_files=null",  # validate on a share of the few training rows
     "trainer.max_ckpt_to_keep=1",  # the least disk, and a resume has nothing older to fall back on
     "trainer.resume_mode=auto",
     "trainer.max_time=null",
     "trainer.checkpoint.mirror=null",
     "trainer.logger=[console]",
 )
-"""Nothing of the user's own run is read or written."""
+"""Overrides that replace the user's, so that nothing of the user's own run is read or written."""

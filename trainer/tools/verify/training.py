@@ -1,4 +1,4 @@
-"""The checks of `doctor --run`: compare short runs of the recipe with each other and with the plan."""
+"""The checks of `doctor --run`: compare short runs with each other and with the plan."""
 
 import math
 import re
@@ -17,8 +17,9 @@ from trainer.tools.verify.runs import (
 )
 
 TOLERANCES = {"train/loss": 1e-6, "train/grad_norm": 1e-5}
-"""Largest relative difference between two ways to run a batch in float32. In bfloat16 it is at least
-`NUM_ROUNDINGS` times the difference between the same steps in bfloat16 and in float32.
+"""Largest allowed relative difference between two ways to run a batch in float32. In bfloat16, the
+limit is at least `NUM_ROUNDINGS` times the difference between the same steps in bfloat16 and in
+float32.
 """
 NUM_ROUNDINGS = 4
 FLOAT32 = "model.fsdp_config.param_dtype=float32"
@@ -28,7 +29,7 @@ MFU = "throughput/train/mfu"
 
 
 def check_training(runs: Runs) -> Checked:
-    """Train the recipe without an interruption, and report its self-check."""
+    """Train the recipe without an interruption, and report the result of its self-check."""
     found = re.search(r"^self-check .*\n\s+(equal .*)$", runs.straight.said(), re.MULTILINE)
     if found is None:
         return Checked("fail", "the log of the run has no self-check")
@@ -37,7 +38,7 @@ def check_training(runs: Runs) -> Checked:
 
 
 def check_ranks(runs: Runs) -> Checked:
-    """Compare the steps of one rank with those of all."""
+    """Compare the steps on one rank with those on all ranks."""
     if runs.num_ranks == 1:
         return Checked("skip", "one rank has nothing to compare with: give a number of ranks")
     try:
@@ -51,7 +52,7 @@ def check_ranks(runs: Runs) -> Checked:
 
 
 def check_packing(runs: Runs) -> Checked:
-    """Compare the steps of packed documents with those of documents that run alone."""
+    """Compare the steps with packed documents to those with documents that run alone."""
     if "documents are packed" not in runs.straight.said():
         return Checked("skip", "documents of this model are never packed")
     alone = runs.train("alone", "model.attention=per_document", until=NUM_COMPARED)
@@ -110,7 +111,7 @@ def check_resume(runs: Runs) -> Checked:
 
 
 def check_memory(runs: Runs) -> Checked:
-    """Compare the memory of the fullest rank with the plan, which is an upper bound."""
+    """Compare the fullest rank's memory with the plan, which is an upper bound."""
     key = "memory/max_reserved_gib" if runs.is_on_gpu else "memory/cpu/rss_gib"
     peak_gib = max(row[key] for row in runs.timed.rows())
     planned_gib = runs.planned_gib(runs.config, runs.num_ranks)
@@ -122,7 +123,7 @@ def check_memory(runs: Runs) -> Checked:
 
 
 def check_speed(runs: Runs) -> Checked:
-    """Report the median tokens per second, and MFU if the peak of the card is known."""
+    """Report the median tokens per second, and the MFU if the card's peak is known."""
     rows = runs.timed.rows()[NUM_WARMUP_STEPS:]
     rate = statistics.median(row["throughput/train/tokens_per_s"] for row in rows)
     shares = [row[MFU] for row in rows if MFU in row]
