@@ -64,7 +64,7 @@ class Manifest:
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks, counted from rank 0, that together hold one full copy of the parameters."""
+        """Number of ranks, from rank 0 on, that together hold one full copy of the parameters."""
         return self.mesh.get("fsdp", self.world_size)
 
     def to_json(self) -> str:

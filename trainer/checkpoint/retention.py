@@ -32,7 +32,7 @@ def settle(
 ) -> None:
     """Point to the committed checkpoint of `step`, then delete old checkpoints.
 
-    The newest `keep` checkpoints (None: all), those worth keeping (`worth_keeping`) and the steps in
+    The newest `keep` checkpoints (None: all), those that `worth_keeping` returns, and the steps in
     `protect` stay. A failure is only logged: the checkpoint is committed, and a resume settles it
     again.
     """
@@ -59,8 +59,8 @@ def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) 
     """Delete old checkpoints. If one cannot be deleted, the next call tries again.
 
     Call this after `publish`, and on resume once the loaded checkpoint is verified: sizes alone do
-    not prove that the newest checkpoint is intact. `protect` contains the step that this run resumed
-    from, until a newer checkpoint is published.
+    not prove that the newest checkpoint is intact. `protect` contains the step that this run
+    resumed from, until a newer checkpoint is published.
     """
     for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
         delete(path)

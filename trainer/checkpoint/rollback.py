@@ -1,7 +1,7 @@
 """Return to an older checkpoint and skip the batches that did harm.
 
 `rollbacks.json` in the run directory is written before anything else changes. A crash leaves either
-the unchanged run, or a rollback that the next start completes by moving the pointer back and setting
+the unchanged run, or a rollback that the next start completes: it moves the pointer back and sets
 the newer checkpoints aside. The steps in the file are skipped permanently.
 """
 

@@ -1,7 +1,7 @@
 """Sharded state on disk, in one file per rank and kind, and whole tensors in safetensors files.
 
-Any number of ranks can read the shard files. If a tensor is sharded over S ranks along dim 0, rank i
-holds the rows [i*c, (i+1)*c) with c = ceil(rows / S), as in FSDP2.
+Any number of ranks can read the shard files. If a tensor is sharded over S ranks along dim 0, rank
+i holds the rows [i*c, (i+1)*c) with c = ceil(rows / S), as in FSDP2.
 """
 
 import hashlib

@@ -6,8 +6,8 @@ each rank, `data` has one file for all ranks, and every other part is in each ra
 With a different number of ranks, a resume gives every rank the extra state of rank 0. This suits a
 part whose state is equal on all ranks, which each save checks, and a part for which only the state
 on rank 0 counts. A class that sets `state_of = OWN` has a different state on each rank, and
-continues only on the same ranks. The state of a class that sets `is_sharded` maps names to DTensors,
-which can be resharded to any number of ranks.
+continues only on the same ranks. The state of a class that sets `is_sharded` maps names to
+DTensors, which can be resharded to any number of ranks.
 """
 
 import hashlib

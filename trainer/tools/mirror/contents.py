@@ -28,8 +28,9 @@ RUN_FILES = "run.tar.gz"
 class MirrorState:
     """The checkpoints in a mirror, by step.
 
-    `whole`: manifests of committed checkpoints in which every file has the right size. `incomplete`:
-    the reason why a checkpoint with a manifest is not complete. `steps`: all steps with any file.
+    `whole`: manifests of committed checkpoints in which every file has the right size.
+    `incomplete`: the reason why a checkpoint with a manifest is not complete. `steps`: all steps
+    with any file.
     """
 
     pointer: int | None

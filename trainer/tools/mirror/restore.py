@@ -1,4 +1,4 @@
-"""Claim the mirror before a run, and fill an empty run directory with its newest checkpoint."""
+"""Claim the mirror before a run, and restore its newest checkpoint to an empty run directory."""
 
 import logging
 import tarfile
@@ -35,7 +35,7 @@ class _DamagedError(Exception):
 
 
 def prepare(trainer: TrainerConfig, storage: Storage) -> None:
-    """Check that the mirror belongs to this run, and restore from it if the run has no checkpoint.
+    """Check that the mirror belongs to this run. Restore from it if no local checkpoint is usable.
 
     Raises `ConfigError` for another run's mirror, and for a mirror that cannot be used or resumed
     from. If the storage is unreachable, raises the errors of `unreachable`.

@@ -170,7 +170,7 @@ class Uploader:
         self._storage.write(POINTER, f"{step}\n".encode())
 
     def _send(self, place: str, directory: Path, record: FileRecord) -> None:
-        """Send a file unless this upload has sent it. Raises `OSError` if the local file is damaged."""
+        """Send a file unless this upload has sent it. Raises `OSError` if it is damaged on disk."""
         if record.path in self._sent:
             return
         path = directory / record.path
