@@ -111,7 +111,7 @@ def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
 
 
 def _roll_back(run: Run, onset: int, reason: str) -> bool:
-    """Load the newest good checkpoint well before step `onset`, and skip the batches around `onset`.
+    """Load the newest good checkpoint well before step `onset`, and skip the batches around it.
 
     Returns False if there is no such checkpoint. After a crash at any point, the run can continue.
     Collective.

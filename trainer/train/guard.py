@@ -80,7 +80,7 @@ class Guard(Remembered, Part):
         return {"decisions": self.num_decisions}
 
     def after_step(self, step: StepResult) -> None:
-        """Decide about the step. Raises `RuntimeError` if the ranks have decided differently so far."""
+        """Decide about the step. Raises `RuntimeError` if the ranks' earlier decisions differ."""
         decisions = step.totals.by_rank["decisions"]
         if len(set(decisions)) > 1:
             raise RuntimeError(
@@ -171,7 +171,7 @@ class Guard(Remembered, Part):
         self.load_state_dict({name: forgotten[name] for name in COUNTS})
 
     def _answer(self, anomaly: Anomaly) -> Decision | None:
-        """Report an anomaly, and return the decision that it requires; None if a warning is enough."""
+        """Report an anomaly. Return the decision that it requires; None if a warning is enough."""
         level, step = anomaly.level, anomaly.step
         is_harmful = level in (Level.SEVERE, Level.DIVERGING)
         is_bad = is_harmful or level == Level.DEAD

@@ -30,8 +30,8 @@ QUERIES = {
 class Memory:
     """Measures the memory of this rank. No other object may reset the allocator's peaks.
 
-    On CUDA a daemon thread asks the driver's `nvidia-smi`, if there is one, about this rank's device
-    every `PERIOD_S` seconds.
+    On CUDA a daemon thread asks the driver's `nvidia-smi`, if there is one, about this rank's
+    device every `PERIOD_S` seconds.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -224,7 +224,7 @@ class Norms(Part):
 
 
 def is_rare(step: int) -> bool:
-    """Return True if `step` (counted from 1) includes the costly and slowly changing measurements."""
+    """Return True if a step (counted from 1) includes costly and slowly changing measurements."""
     return step % RARE_EVERY == 0
 
 

@@ -29,8 +29,8 @@ PEAK_TFLOPS = {name: peak for peak, names in _NAMES.items() for name in names}
 """Peak TFLOP/s by the words of the device's name: dense bfloat16 with sums in float32.
 
 The values are from the vendors' data sheets, which mostly give twice as much, for sparse matrices.
-Sources: NVIDIA's data sheet for each product (H100 and H800 without a suffix are SXM), AWS's for the
-A10G, AMD's for the Instinct series (an MI250X is two devices), and, for GeForce, NVIDIA's white
+Sources: NVIDIA's data sheet for each product (H100 and H800 without a suffix are SXM), AWS's for
+the A10G, AMD's for the Instinct series (an MI250X is two devices), and, for GeForce, NVIDIA's white
 papers on Ampere, Ada and Blackwell.
 """
 OTHER_DEVICE = re.compile(r"mig|\d+[abcq]|laptop|max|d|ti|super")
