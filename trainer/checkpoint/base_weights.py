@@ -1,7 +1,7 @@
 """The base weights that adapters are trained on.
 
-A checkpoint of adapters does not contain the base weights. It records their SHA-256. A merged
-export reads them again to combine the adapters and the base into one model.
+An adapter checkpoint does not contain the base weights, but it records their SHA-256. A merged
+export reads the base weights again to combine them with the adapters into one model.
 """
 
 import hashlib
@@ -27,8 +27,9 @@ from trainer.runtime.environment import local_rank, ranks_on_machine
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapters: their `settings` as in `adapter_config.json`, and the directory of the base model.
+    """A model's adapters.
 
+    settings: the contents of `adapter_config.json`; base: the directory of the base model;
     whole: the whole base model on the meta device, if it has several components and only its
     language model is adapted.
     """

@@ -84,7 +84,7 @@ def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -
 def candidates_of(config: TrainerConfig) -> Selection:
     """Return the checkpoints that `resume_mode` lets the run continue from.
 
-    Raises `ConfigError` if the mode and the checkpoints found do not fit.
+    Raises `ConfigError` if the mode forbids the existing checkpoints, or if none is usable.
     """
     run_dir = Path(config.default_local_dir)
     if config.resume_mode == "disable":

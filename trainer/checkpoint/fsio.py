@@ -114,7 +114,7 @@ class HashingFile:
                 os.fsync(self._file.fileno())
                 _announce("close", self._path)
             finally:
-                self._file.close()  # NFS reports a full disk here
+                self._file.close()  # NFS reports a full disk on close
         found_bytes = os.stat(self._path).st_size
         if found_bytes != self._size_bytes:
             raise OSError(

@@ -1,8 +1,7 @@
 """The run directory: its file names and its checkpoints. For rank 0 only; imports no torch.
 
-A checkpoint appears by a single rename (`commit`). `publish` makes it the checkpoint to continue
-from. Everything is read from the disk each time. Nothing is ordered by a clock or a modification
-time.
+A single rename (`commit`) creates a checkpoint. `publish` makes it the checkpoint to continue from.
+Everything is read from the disk each time. Nothing is ordered by a clock or a modification time.
 """
 
 import logging
@@ -203,14 +202,14 @@ def publish(run_dir: Path, step: int) -> None:
 
 
 def mark(step_dir: Path, name: str) -> None:
-    """Make an empty file durable, even if an earlier attempt to make it was cut short."""
+    """Create an empty file durably, even if an earlier attempt was interrupted."""
     if name not in fsio.list_dir(step_dir):
         fsio.write_file(step_dir / name, b"", root=step_dir)
     fsio.fsync_dir(step_dir)
 
 
 def is_tidy(run_dir: Path, last: CheckpointInfo) -> bool:
-    """Return True if the pointer names `last` and there are no leftovers, as after a full run."""
+    """Return True if the pointer names `last` and there are no leftovers, as after a clean end."""
     is_pointed_to = last.published and read_pointer(run_dir).step == last.step
     return is_pointed_to and not leftovers(run_dir)
 

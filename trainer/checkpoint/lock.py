@@ -208,7 +208,10 @@ class RunLock:
 
 
 def is_given_back(run_dir: Path) -> bool:
-    """Return True if the lock file is missing or empty, as after a clean release. Only reads."""
+    """Return True if the lock file is missing or empty, as after a clean release.
+
+    Writes nothing.
+    """
     try:
         return (run_dir / LOCK).stat().st_size == 0
     except FileNotFoundError:

@@ -31,11 +31,11 @@ T = TypeVar("T")
 Outcome = tuple[int | SaveFailedError, float]
 """Size of the committed checkpoint in bytes, or the error, and the duration in seconds."""
 Tell = Callable[[str, int, str, str], None]
-"""Reports an event, given its kind, step, message and level."""
+"""A function that reports an event, given its kind, step, message and level."""
 RETRY_AFTER_S = (60.0, 300.0)
 """Pauses after the first and second failed saves in a row. A third failure ends the run."""
 REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
-"""Pauses between attempts of a required save. Training waits meanwhile."""
+"""Pauses before the retries of a required save, while training waits."""
 CLOSE_TIMEOUT_S = 10.0
 
 

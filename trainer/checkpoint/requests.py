@@ -8,7 +8,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 FILE_NAME = "SAVE"
 LOOK_EVERY_S = 1.0
-"""Seconds between looks for the file. A look may take long on a network file system."""
+"""Seconds between checks for the file. A check may take long on a network file system."""
 
 
 class SaveRequests:
@@ -35,7 +35,7 @@ class SaveRequests:
         self._is_answered, self._is_asked = self._is_asked, False
 
     def settle(self) -> None:
-        """Delete the file that requested the last save, which is now committed."""
+        """Delete the file that requested the last save. Call this once that save is committed."""
         if not self._is_answered:
             return
         self._is_answered = False

@@ -16,7 +16,7 @@ from trainer.runtime.progress import History, Rollback, Rollbacks
 
 FILE = "rollbacks.json"
 STEPS_BEFORE_ONSET = 16
-"""Number of steps before the trouble whose checkpoints are not trusted."""
+"""Checkpoints from this many steps before the trouble are not trusted."""
 SKIPPED_AROUND = 8
 """Number of batches to skip on either side of the trouble."""
 
@@ -24,8 +24,8 @@ SKIPPED_AROUND = 8
 def read(run_dir: Path) -> Rollbacks:
     """Return the recorded rollbacks.
 
-    Raises `ConfigError` for a file that cannot be read; without it, the run would train on the
-    batches to be skipped.
+    Raises `ConfigError` for a file that cannot be read. Without the file's contents, the run would
+    train on batches that it must skip.
     """
     try:
         text = fsio.read_bytes(run_dir / FILE)

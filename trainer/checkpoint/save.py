@@ -204,7 +204,7 @@ class Saver:
             raise found
 
     def size_bytes(self, state: Any) -> int:
-        """Return a checkpoint's size in bytes; `state`: nested tensors in each rank's shards."""
+        """Return the size of a checkpoint in bytes. `state`: the nested tensors of this rank."""
         return shards.num_bytes(state) * self.world.size + self._plan.num_bytes
 
     def prepare(self) -> None:

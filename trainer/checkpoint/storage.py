@@ -33,7 +33,7 @@ class StorageError(Exception):
 
 
 class SilentError(StorageError):
-    """The storage neither answers nor fails."""
+    """The storage has neither answered nor failed within the time limit."""
 
 
 def require_usable(url: str) -> None:
@@ -68,7 +68,7 @@ def count_files(url: str, *, within_s: float) -> int:
 
 
 class Storage:
-    """Files by their names below `url`. Methods raise `StorageError`. Threads may share it."""
+    """The files below `url`, by name. Methods raise `StorageError`. Threads may share a storage."""
 
     def __init__(self, url: str, file_system: AbstractFileSystem | None = None) -> None:
         """`file_system` replaces the file system that fsspec finds. Raises `ConfigError`."""

@@ -18,7 +18,7 @@ from trainer.train.packet import Values
 from trainer.train.parts import Decision, Part, StepResult
 
 NUM_EARLY_STEPS = 100
-"""A run that learns nothing within its first steps, up to this one, is stopped."""
+"""Steps within which a run that learns nothing is stopped. Later, only a warning follows."""
 NONFINITE_LIMITS = ((5, 5), (10, 200))
 """(number, window in steps): the run gives up after this number of steps without a finite loss and
 gradient within the window. The updates of such steps are skipped in any case.
@@ -62,7 +62,9 @@ class Guard(Remembered, Part):
         self._overfit = ValidationWatch(patience=self._patience)
         self._nonfinite_steps: deque[int] = deque(maxlen=max(NONFINITE_LIMITS)[0])
         self.rollbacks = Rollbacks()
-        """All rollbacks of the run so far. Each one lowers the learning rate."""
+        """All rollbacks of the run so far. Repeated trouble at the same place lowers the learning
+        rate.
+        """
         self.num_skipped = 0
         self.num_decisions = 0
         self.episodes: list[tuple[int, int]] = []

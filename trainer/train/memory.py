@@ -61,7 +61,7 @@ class Memory:
         return found | self._gpu
 
     def _ask_driver(self) -> None:
-        """Sample repeatedly, until a query fails (without a driver or permission, for example)."""
+        """Sample repeatedly until a query fails, for example without a driver or permission."""
         torch.cuda.set_device(self._device)
         while True:
             time.sleep(PERIOD_S)

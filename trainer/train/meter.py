@@ -108,7 +108,7 @@ class Meter(Remembered, Part):
         The times of its phases reach all ranks in the next step's packet, so the next row reports
         them. An attempt's first row reports the times of its own step and rank.
         """
-        # the first row of an attempt includes them too
+        # the first row of an attempt includes the data facts too
         if is_rare(step.batch.step) or not self._step_s:
             step.row |= self._data_facts
         self.clock.mark("guard")

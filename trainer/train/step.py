@@ -21,7 +21,7 @@ from trainer.train.run import Run
 def training_step(run: Run, batch: StepBatch) -> StepResult:
     """Run step `batch.step`.
 
-    All device work between receiving the batch and the single wait at the end is asynchronous.
+    Everything between the arrival of the batch and the single wait at the end is asynchronous.
     """
     clock, parts = run.meter.clock, run.parts.values()
     clock.mark("data")

@@ -1,4 +1,6 @@
-"""Compute the results of a validation: the token-weighted loss and its standard error over samples.
+"""Compute the metrics of a validation.
+
+These include the token-weighted loss, its standard error over samples, and the sample lengths.
 
 Shape suffixes: S supervised positions, D documents.
 """

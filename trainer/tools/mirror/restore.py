@@ -187,7 +187,7 @@ def _unpack(archive: Path, run_dir: Path) -> None:
     def accept(member: tarfile.TarInfo, directory: str) -> tarfile.TarInfo | None:
         nonlocal num_bytes
         num_bytes += tarfile.BLOCKSIZE + member.size
-        if num_bytes > limit_bytes:  # before its data is read
+        if num_bytes > limit_bytes:  # raised before the member's data is read
             raise tarfile.ReadError(f"it unpacks to more than {readable(limit_bytes)}")
         is_log = member.name.split("/")[0] in TRAVELS
         is_plain = member.isfile() or member.isdir()

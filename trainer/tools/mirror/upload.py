@@ -149,7 +149,7 @@ class Uploader:
                     if info.step in held.steps:  # files from before a rollback, for example
                         self._storage.remove_tree(place)
                     self._begun, self._sent = manifest, set()
-                if moves_pointer:  # first: later checkpoints in the mirror no longer count
+                if moves_pointer:  # done first, so later checkpoints in the mirror no longer count
                     self._point(info.step)
                 self._storage.put(archive, f"{place}/{RUN_FILES}")
                 logs = FileRecord(RUN_FILES, archive.stat().st_size, "")
@@ -166,7 +166,7 @@ class Uploader:
         self._record(Event("mirror", info.step, text, fields=fields))
 
     def _point(self, step: int) -> None:
-        """Write the pointer to `step` in the mirror."""
+        """Make the mirror's pointer name `step`."""
         self._storage.write(POINTER, f"{step}\n".encode())
 
     def _send(self, place: str, directory: Path, record: FileRecord) -> None:

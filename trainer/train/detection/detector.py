@@ -82,7 +82,7 @@ class Anomaly:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Limits beyond which the next step is a severe anomaly.
+    """The limits beyond which the next step is a severe anomaly.
 
     The device compares the step's values with the limits, so it need not wait for the host.
     Infinity means no limit. The limits apply to finite values of a step with label tokens.
@@ -220,7 +220,7 @@ class _Divergence(Remembered):
 class _NoLearning(Remembered):
     """Finds `NUM_DEAD_STEPS` consecutive steps from which the model learns nothing.
 
-    Such a stretch is reported once, until a step from which the model learns.
+    Each such stretch is reported once. It ends at the next step from which the model learns.
     """
 
     def __init__(self) -> None:

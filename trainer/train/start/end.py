@@ -41,7 +41,7 @@ class RunResources:
     exit_code: int = EXIT_CRASH
 
     def give_back(self) -> None:
-        """Close all parts. The lock is released last: an empty lock file proves a complete end."""
+        """Close all parts. The lock comes last: an empty lock file means that all is written."""
         is_main, lock = self.setup.world.is_main, self.setup.start.lock
         try:
             if self.run is not None:

@@ -47,7 +47,7 @@ class PreparedData:
     train: Samples
     validation: Samples | None
     tokenizer: PreTrainedTokenizerBase
-    """Has the chat template that is exported. `tokenizer_digest` covers both."""
+    """The tokenizer with the chat template that is exported. `tokenizer_digest` covers both."""
     tokenizer_digest: str
     chat_template: str | None
 
@@ -59,7 +59,7 @@ class Inputs(PreparedData):
     config: Config
     design: Design
     model_files: ModelFiles
-    """Read before all other model data, so that the run exports the files that it started with."""
+    """Files read before all other model data, so the run exports the files that it started with."""
     whole: WholeCheckpoint | None
     """The tensors of the model's files, if the files contain more than the trained model."""
     data_files: Mapping[str, list[int]]
@@ -116,9 +116,8 @@ def prepare_data(
 ) -> PreparedData:
     """Return the samples of `files`, encoded with the tokenizer of `model`.
 
-    The first process does the work; the others wait for it.
-
-    Calls `progress` meanwhile. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    The first process does the work; the others wait for it. Calls `progress` meanwhile. Raises
+    `ConfigError`, `DataError`, `CannotWriteError`.
     """
     data, encoders = config.data, Encoders(config, model)
     train = _prepare(encoders, files.train, progress)
@@ -160,7 +159,7 @@ class Encoders:
         trusts_code = config.model.trust_remote_code
         try:
             self._own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=trusts_code)
-        except Exception as error:  # tokenizers raise many kinds
+        except Exception as error:  # tokenizers raise many kinds of errors
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(
                 f"the tokenizer in {model.path} cannot be loaded: {reason}.\n"

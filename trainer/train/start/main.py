@@ -314,7 +314,7 @@ def _announce(parts: Run, inputs: Inputs) -> str:
 
 
 def _fingerprints(inputs: Inputs) -> dict[str, str]:
-    """Return the fingerprints of a run, which its continuation is compared with. Collective."""
+    """Return the values that a continuation of the run is compared with. Collective."""
     config = inputs.config
     fingerprints = describe_run(
         config.resolved,

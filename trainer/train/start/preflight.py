@@ -36,10 +36,10 @@ class DataFiles:
 
 
 def require_usable(config: Config) -> None:
-    """Check the run directory like a start does.
+    """Check the run directory in the same way as a start does.
 
-    Raises `ConfigError` if it belongs to another run or none of its checkpoints is usable, and
-    `CannotWriteError` if it cannot be written.
+    Raises `ConfigError` if the directory belongs to another run or none of its checkpoints is
+    usable, and `CannotWriteError` if the directory cannot be written.
     """
     trainer = config.trainer
     RunFile(Path(trainer.default_local_dir, FILE_NAME)).require(
