@@ -1,7 +1,7 @@
-"""`python -m trainer [overrides]`: one rank. It composes the configuration, trains, and exits with the
-documented code.
+"""`python -m trainer [overrides]`: run one rank.
 
-Nothing here imports torch before the configuration is validated.
+It composes the configuration, trains, and exits with the documented code. This module does not
+import torch before the configuration is validated.
 """
 
 import logging

@@ -22,7 +22,7 @@ __all__ = ["ConfigError", "RunDirectory", "TrainingError", "load_config", "read_
 
 
 class TrainingError(RuntimeError):
-    """A run ended with an exit code other than 0, one of the command line's."""
+    """A run ended with an exit code other than 0. The codes are those of the command line."""
 
     def __init__(self, run_dir: Path, exit_code: int) -> None:
         super().__init__(f"the run in {run_dir} ended with exit code {exit_code}; see its output")
@@ -31,25 +31,26 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The directory of a run, which may still train."""
+    """The directory of a run, which may still be training."""
 
     directory: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return a row for each logged step, without steps that a resume or rollback undid.
+        """Return a row for each logged step, without the steps that a resume or rollback undid.
+
         Training and validation have separate rows.
         """
         return read_metrics(self.directory / FILE_NAME)
 
     @property
     def checkpoint(self) -> Path | None:
-        """Return the checkpoint that a resume takes, if there is one."""
+        """Return the checkpoint that a resume would load, if there is one."""
         chosen = choice.select(self.directory).chosen
         return None if chosen is None else chosen.path
 
     @property
     def export(self) -> Path | None:
-        """Return the model of that checkpoint for transformers and vLLM."""
+        """Return the directory of that checkpoint's model for transformers and vLLM."""
         return None if self.checkpoint is None else self.checkpoint / "huggingface"
 
 
@@ -59,11 +60,12 @@ def load_config(*words: str) -> Config:
 
 
 def train(*words: str, num_ranks: int | None = None) -> RunDirectory:
-    """Train, or continue the run of these overrides, as `fsdp-sft train [num_ranks] [words …]` does.
+    """Start or continue the run with these overrides, like `fsdp-sft train [num_ranks] [words …]`.
 
-    `num_ranks`: by default the number of GPUs, else 2. The run prints to this process's output. A
-    stop signal to this process group makes it save a checkpoint and end. Raises `ConfigError`
-    before anything starts, `TrainingError` if the run does not end with exit code 0.
+    `num_ranks`: by default the number of GPUs, or 2 without a GPU. The run prints to this process's
+    output. A stop signal to this process group makes the run save a checkpoint and end. Raises
+    `ConfigError` before anything starts, and `TrainingError` if the run does not end with exit
+    code 0.
     """
     asked = compose.with_recipe(list(words))
     run_dir = Path(load_config(*asked).trainer.default_local_dir)

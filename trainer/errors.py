@@ -1,4 +1,4 @@
-"""Exit codes, and the errors that have one of their own."""
+"""Exit codes, and the errors that have their own exit code."""
 
 EXIT_DONE = 0
 EXIT_CRASH = 1
@@ -10,18 +10,18 @@ EXIT_DIVERGED = 76
 
 
 class DataError(ValueError):
-    """The user's data cannot be trained on; the message names files, lines and reasons. Exit
-    code 65.
+    """The user's data cannot be used for training. Exit code 65.
+
+    The message names files, lines and reasons.
     """
 
 
 class CannotWriteError(OSError):
-    """The run directory cannot be written; the message names the path and the cause. Exit code
-    73.
+    """The run directory cannot be written. Exit code 73.
+
+    The message names the path and the cause.
     """
 
 
 class ResumableError(RuntimeError):
-    """The run cannot go on, but its last checkpoint stands and the same command continues. Exit
-    code 75.
-    """
+    """The run cannot go on. The same command continues from its last checkpoint. Exit code 75."""

@@ -1,7 +1,7 @@
-"""The weights that adapters are trained on. No checkpoint of adapters holds them; each names their
-SHA-256.
+"""The base weights that adapters are trained on.
 
-An export reads them again to merge adapters and base into one model.
+An adapter checkpoint does not contain the base weights, but it records their SHA-256. A merged
+export reads the base weights again to combine them with the adapters into one model.
 """
 
 import hashlib
@@ -27,10 +27,11 @@ from trainer.runtime.environment import local_rank, ranks_on_machine
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapters: their `settings` as in `adapter_config.json`, and the directory of their base.
+    """A model's adapters.
 
-    whole: class of the base on the meta device, if it has several parts and the text part is
-    adapted.
+    settings: the contents of `adapter_config.json`; base: the directory of the base model;
+    whole: the whole base model on the meta device, if it has several components and only its
+    language model is adapted.
     """
 
     settings: Mapping[str, Any]
@@ -47,8 +48,8 @@ class Adapter:
 def digest_together(directory: Path) -> str:
     """Return one SHA-256 for the weights in `directory`. Collective.
 
-    The ranks of a machine share the reading of its copy. Raises `ConfigError` if a file cannot be
-    read, or if two machines hold different weights.
+    The ranks on a machine divide the files of its copy among themselves. Raises `ConfigError` if a
+    file cannot be read, or if two machines hold different weights.
     """
     own: dict[str, str] | ConfigError
     try:
@@ -79,17 +80,17 @@ def _digest(hashes: Mapping[str, str]) -> str:
 
 
 def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
-    """Return file name -> SHA-256 for share `(index, count)` of the files with weights."""
+    """Return file name -> SHA-256 for share `(index, count)` of the weight files."""
     index, count = share
     files = weight_files(directory)[index::count]
-    # The Hub's cache holds links.
+    # Files in the Hub's cache are symbolic links.
     return {file.name: fsio.sha256_of(file.resolve()) for file in files}
 
 
 def base_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a base by their names in its files.
+    """Return the tensors of a base model by their names in its files.
 
-    Raises `ConfigError` for weights in another format than safetensors.
+    Raises `ConfigError` if the weights are not stored as safetensors.
     """
     files = weight_files(directory)
     if not files or any(file.suffix != ".safetensors" for file in files):
@@ -101,9 +102,10 @@ def base_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def stored_name(names: Mapping[str, str], name: str) -> str:
-    """Return the name of a weight in a base's files. `names`: name in the model -> in the files.
+    """Return the name of a weight in a base model's files.
 
-    Some files leave out the name of the part without the head. Raises `ConfigError`.
+    names: name in the model -> name in the files. Some files leave out the first component of the
+    name (the module without the head). Raises `ConfigError` if the files lack the weight.
     """
     for known in (name, name.partition(".")[2]):
         if known in names:
@@ -116,8 +118,9 @@ def stored_name(names: Mapping[str, str], name: str) -> str:
 
 
 def merged(stored: Tensor, down: str, shards: Shards, adapter: Adapter) -> Tensor:
-    """Return the sum of a base's tensor and the adapter `down` (its parameter `lora_A`) in float32,
-    as peft's own merge makes it of a float32 model.
+    """Return the float32 sum of a base tensor and the adapter whose `lora_A` parameter is `down`.
+
+    The result equals peft's own merge into a float32 model.
     """
     added = shards.whole(down.replace(".lora_A.", ".lora_B.")) @ shards.whole(down)
     if adapter.settings.get("fan_in_fan_out"):

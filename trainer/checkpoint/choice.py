@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run continues from, by names and sizes. No torch."""
+"""Choose the checkpoint that a run continues from, by file names and sizes. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +10,9 @@ from trainer.errors import CannotWriteError
 
 
 class NoUsableCheckpointError(ConfigError):
-    """The run has checkpoints, and none can be continued from. It never begins at step 0 instead.
-    Exit code 2.
+    """The run has checkpoints, but cannot continue from any of them. Exit code 2.
+
+    The run never begins at step 0 instead.
     """
 
 
@@ -19,7 +20,7 @@ class NoUsableCheckpointError(ConfigError):
 class Selection:
     """`candidates`: the checkpoint to continue from, then older ones in case it is damaged.
 
-    `notes` are warnings: why this one, and what was skipped.
+    `notes` are warnings about the choice and about skipped checkpoints.
     """
 
     candidates: tuple[CheckpointInfo, ...] = ()
@@ -33,10 +34,10 @@ class Selection:
 def select(run_dir: Path) -> Selection:
     """Choose the checkpoint that an interrupted run continues from; none in a new run directory.
 
-    The pointer decides, with one exception: a newer committed checkpoint that it never named comes
-    first, because the run died between commit and publish. If the pointer did name the newer one, a
-    person moved it back. Raises `NoUsableCheckpointError` if there are checkpoints or a pointer,
-    and nothing to continue from.
+    The pointer decides, with one exception. A newer committed checkpoint that the pointer never
+    named is preferred, because the run died between commit and publish. If the pointer once named a
+    newer checkpoint, a person moved it back. Raises `NoUsableCheckpointError` if the directory has
+    checkpoints or a pointer, but no usable checkpoint.
     """
     found, pointer = layout.checkpoints(run_dir), layout.read_pointer(run_dir)
     usable = [info for info in reversed(found) if info.manifest]
@@ -50,7 +51,7 @@ def select(run_dir: Path) -> Selection:
 
 
 def _choose(usable: list[CheckpointInfo], pointer: Pointer) -> tuple[CheckpointInfo, str | None]:
-    """Choose among `usable` (newest first), with a note unless the pointer names the newest."""
+    """Choose from `usable` (newest first). Add a note unless the pointer names the newest."""
     newest = usable[0]
     pointed = next((info for info in usable if info.step == pointer.step), None)
     if pointed is None:
@@ -81,7 +82,10 @@ def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -
 
 
 def candidates_of(config: TrainerConfig) -> Selection:
-    """Return what the run may continue from, by `resume_mode`. Raises `ConfigError`."""
+    """Return the checkpoints that `resume_mode` lets the run continue from.
+
+    Raises `ConfigError` if the mode forbids the existing checkpoints, or if none is usable.
+    """
     run_dir = Path(config.default_local_dir)
     if config.resume_mode == "disable":
         if found := layout.checkpoints(run_dir):

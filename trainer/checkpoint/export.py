@@ -1,7 +1,8 @@
-"""`huggingface/`: the model as transformers and vLLM load it, made from the shards of a checkpoint.
+"""`huggingface/`: the model as transformers and vLLM load it, made from a checkpoint's shards.
 
-Tensors are read from the shard files one by one, written as safetensors and read back. This needs
-no model, GPU or other rank, so it runs in the background of training, and later on any machine.
+Tensors are read from the shard files one by one, written as safetensors, and read back. An export
+needs no model, GPU or other rank. So it can run in the background of training, or later on any
+machine.
 """
 
 import copy
@@ -45,16 +46,18 @@ from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint, ma
 
 MAX_FILE_BYTES = 5 * 10**9
 OTHER_PARTS = "model-other-parts.safetensors"
-"""Tensors that are exported unchanged. Every checkpoint has them, since its shards do not."""
+"""The file of tensors that are exported unchanged. The shards do not contain them, so every
+checkpoint has this file if the model has such tensors.
+"""
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The values that an export needs from the training, besides the shards.
+    """The values, besides the shards, that an export needs from the run.
 
-    chat_template: None for the tokenizer's own, whose files are copied byte for byte; whole: set if
-    the model's files hold more than is trained, which the export holds too; adapter: set if
-    adapters are trained.
+    chat_template: None for the tokenizer's own template, whose files are copied byte for byte;
+    whole: set if the model's files contain untrained tensors, which the export then contains too;
+    adapter: set if the run trains adapters.
     """
 
     files: ModelFiles
@@ -68,10 +71,10 @@ class ExportSource:
 class ExportPlan:
     """The tensors of an export, and their files.
 
-    layout: exported name -> tensor without memory, in the order written; files: file name -> names
-    in it; groups: exported name -> tensors it is made from; class_name: the class that an export
-    loads as; base: the weights that adapters are merged with; adapted: name in `base` -> parameter
-    `lora_A` that adds to it. An export without weights has no `files`.
+    layout: exported name -> tensor without memory, in the order of writing; files: file name ->
+    names of its tensors; groups: exported name -> the tensors that it is made from; class_name: the
+    class that loads the export; base: the weights that adapters are merged with; adapted: name in
+    `base` -> the `lora_A` parameter that is added to it. An export without weights has no `files`.
     """
 
     source: ExportSource
@@ -85,7 +88,7 @@ class ExportPlan:
 
     @property
     def others(self) -> Mapping[str, StoredTensor]:
-        """Tensors that are exported unchanged."""
+        """The tensors that are exported unchanged."""
         return self.source.whole.others if self.source.whole else {}
 
     @property
@@ -94,10 +97,10 @@ class ExportPlan:
         return sum(tensor.nbytes for tensor in tensors)
 
     def with_copies(self, directory: Path, *, share: tuple[int, int]) -> Self:
-        """Copy this writer's share of the tensors from the model directory, which is not read
-        again.
+        """Copy this writer's share of the tensors in the model directory, and return the new plan.
 
-        Raises `ConfigError` if they changed during the start, `OSError` if the copy fails.
+        The model directory is not read again afterwards. Raises `ConfigError` if the tensors
+        changed while the run started, and `OSError` if the copy fails.
         """
         source, base = self.source, self.base
         if source.whole is not None and share[0] == 0:
@@ -114,7 +117,7 @@ class ExportPlan:
         return dataclasses.replace(self, source=source, base=base)
 
     def files_of(self, share: tuple[int, int]) -> dict[str, list[str]]:
-        """Return file name -> names of its tensors, of share `(index, count)` of the files."""
+        """Return file name -> names of its tensors for share `(index, count)` of the files."""
         index, count = share
         return dict(list(self.files.items())[index::count])
 
@@ -129,19 +132,19 @@ def plan_export(
     lora: str = "adapter",
     has_weights: bool = True,
 ) -> ExportPlan:
-    """Plan which tensors go into which file.
+    """Decide which tensors go into which file.
 
-    shapes: every parameter once (without a tied head), exported in `dtype`; buffers keep their
-    dtype; architecture: the model on the meta device, from which transformers derives how it stores
-    the tensors, or None to store them as they are. If `source.whole` has several parts, they are
-    stored as in its files.
+    shapes: every parameter once (without a tied head), exported in `dtype`; buffers: these keep
+    their dtype; architecture: the model on the meta device, from which transformers derives how it
+    stores the tensors, or None to store them as they are. If `source.whole` is a model with several
+    components, the tensors are stored as in its files.
 
-    lora: `adapter` or `merged`, if adapters are trained. A merged export has the tensors of the
-    base with the adapters added, under the names in its files. `architecture` is then the class of
-    the base; tensors that this class lacks are exported unchanged.
+    lora: `adapter` or `merged`, if the run trains adapters. A merged export has the base model's
+    tensors with the adapters added, under the names in the base model's files. `architecture` is
+    then the base model on the meta device; tensors that it lacks are exported unchanged.
 
-    Raises `ConfigError` for a model that transformers would not load again, and for a base that
-    adapters cannot be merged with.
+    Raises `ConfigError` for a model that transformers could not load again, and for a base model
+    that adapters cannot be merged with.
     """
     base: Mapping[str, StoredTensor] = {}
     adapted: dict[str, str] = {}
@@ -169,7 +172,7 @@ def plan_export(
         for name, tensor in shapes.items()
     }
     pattern, max_bytes = "model{suffix}.safetensors", MAX_FILE_BYTES
-    if source.adapter is not None and is_adapter:  # one file, with peft's names
+    if source.adapter is not None and is_adapter:  # a single file with peft's names
         several = source.adapter.whole
         places: Places = {}
         if architecture is not None and several is not None:
@@ -211,7 +214,10 @@ def plan_export(
 def _stored_groups(
     own: dict[str, Tensor], architecture: PreTrainedModel | None, whole: WholeCheckpoint | None
 ) -> list[TensorGroup]:
-    """Find how transformers stores the tensors `own`, in their order. Raises `ConfigError`."""
+    """Return the groups in which transformers stores the tensors `own`, in the order of `own`.
+
+    Raises `ConfigError` if transformers would not load every tensor again.
+    """
     if architecture is None:
         return [TensorGroup((name,), (name,)) for name in own]
     several = whole.model if whole else None
@@ -256,10 +262,11 @@ def write_export(
     share: tuple[int, int] = (0, 1),
     card: bytes | None = None,
 ) -> list[FileRecord]:
-    """Write share `(index, count)` of the files of weights into the directory `target`, and read
-    them back. Return their records, with paths relative to the directory above.
+    """Write share `(index, count)` of the weight files into the directory `target`.
 
-    The first writer adds the other files, and the model card if the export has weights.
+    Each weight file is read back. Returns the records of the written files, with paths relative to
+    the parent of `target`. The first writer adds the other files, and the model card if the export
+    has weights.
     """
     root, records = target.parent, []
     if share[0] == 0:
@@ -268,7 +275,7 @@ def write_export(
             small_files[CARD] = card
         if len(plan.files) > 1 or (plan.files and plan.source.whole is not None):
             small_files[INDEX] = _index(plan)
-        # First: the checkpoint that they come from may be deleted while the weights are written.
+        # Write these first: their source checkpoint may be deleted while the weights are written.
         records = [
             fsio.write_file(target / name, data, root=root) for name, data in small_files.items()
         ]
@@ -308,7 +315,7 @@ def _index(plan: ExportPlan) -> bytes:
 def _exported(
     plan: ExportPlan, read: Callable[[str], Tensor], names: list[str]
 ) -> Iterator[Tensor]:
-    """Yield the named tensors in their exported dtype; memory holds one group of them."""
+    """Yield the named tensors in their exported dtype. Only one group is in memory at a time."""
     made: dict[str, Tensor] = {}
     for name in names:
         if name not in made:
@@ -328,14 +335,15 @@ def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _companions(plan: ExportPlan) -> dict[str, bytes]:
-    """Return every file except weights: config.json, generation_config.json, tokenizer, template,
-    and the model's own code.
+    """Return the contents of every file except weights, by name.
 
-    An adapter has no config.json: with it, transformers would load the directory as a whole model.
+    These are config.json, generation_config.json, the tokenizer, the chat template, and the model's
+    own code. An adapter export has no config.json: with that file, transformers would load the
+    directory as a whole model.
     """
     source = plan.source
     files = dict(source.files.contents)
-    if source.chat_template is not None:  # in place of the tokenizer's
+    if source.chat_template is not None:  # replaces the tokenizer's own template
         files = {name: data for name, data in files.items() if name not in TEMPLATES}
         files["chat_template.jinja"] = source.chat_template.encode()
         if (tokenizer := files.get("tokenizer_config.json")) is not None:
@@ -350,7 +358,7 @@ def _companions(plan: ExportPlan) -> dict[str, bytes]:
 
 
 def _config(plan: ExportPlan) -> dict[str, object]:
-    """Return the source's config with the exported dtype. Every reader knows `torch_dtype`."""
+    """Return the source's config with the exported dtype. All readers understand `torch_dtype`."""
     config: dict[str, object] = json.loads(plan.source.files.contents[CONFIG])
     config["torch_dtype"] = plan.dtype
     for part in (config, config.get("text_config")):
@@ -366,7 +374,7 @@ def _config(plan: ExportPlan) -> dict[str, object]:
 
 
 def _generation_config(source: ExportSource) -> dict[str, object]:
-    """Return the source's generation config. Its end tokens include those that end a trained turn."""
+    """Return the source's generation config, with the end tokens of trained turns added."""
     config: dict[str, object] = json.loads(source.files.contents.get(GENERATION_CONFIG, b"{}"))
     known = config.get("eos_token_id", [])
     ids = [i for i in (known if isinstance(known, list) else [known]) if isinstance(i, int)]

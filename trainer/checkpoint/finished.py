@@ -1,8 +1,7 @@
-"""`finished.json`: the run ended with this checkpoint, and its report and logs are written. No
-torch.
+"""`finished.json` marks the checkpoint that a run ended with. Imports no torch.
 
-The file is added to the last checkpoint after the report is written and just before the lock is
-released. It is not part of the checkpoint: the manifest does not list it.
+The run adds the file to its last checkpoint after it has written its report and logs, and just
+before it releases the lock. The file is not part of the checkpoint: the manifest does not list it.
 """
 
 import json
@@ -22,8 +21,8 @@ FILE_NAME = "finished.json"
 class Finished:
     """The end of a run.
 
-    `config` and `data_files` (size and modification time by path) are those of the start. A start
-    with the same ones has nothing to do, and prints `message`.
+    `config` and `data_files` (size and modification time by path) were recorded when the run
+    started. A later start with equal values has nothing to do, and prints `message`.
     """
 
     ended_early: bool
@@ -33,13 +32,13 @@ class Finished:
 
 
 def write(checkpoint: Path, finished: Finished) -> None:
-    """Record the end of the run. After a failure the next start ends the run again."""
+    """Record the end of the run. If the write fails, the next start ends the run again."""
     with suppress(OSError):
         atomic_write(checkpoint / FILE_NAME, json.dumps(asdict(finished)))
 
 
 def read(checkpoint: Path) -> Finished | None:
-    """Return the end recorded in a checkpoint; None without a readable record."""
+    """Return the end of the run as recorded in a checkpoint; None without a readable record."""
     try:
         return Finished(**read_object(checkpoint / FILE_NAME))
     except TypeError:

@@ -1,12 +1,12 @@
-"""All file operations of a checkpoint: no other module of this package writes, renames or removes
-files.
+"""All file operations of a save. No other module of this package carries them out itself.
 
-Each operation is announced to an observer before it happens. Tests use it to record operations, to
-enumerate the states a crash can leave, and to kill, fail or delay the process at one of them.
+Each operation is announced to an observer before it happens. Tests use the observer to record
+operations, to enumerate the states that a crash can leave, and to kill, fail or delay the process
+at a chosen operation.
 
 A function returns when its effect is durable, unless its docstring says otherwise. A failed `fsync`
-is never repeated on the same descriptor: the kernel may have dropped the pages and report success
-the second time. The error ends this save, and the next save writes new files.
+is never repeated on the same descriptor: the kernel may have dropped the pages, and may report
+success the second time. The error ends this save, and the next save writes new files.
 """
 
 import hashlib
@@ -31,7 +31,8 @@ class Operation:
     """An operation that is about to happen to `path`.
 
     kind: mkdir, create, write, fsync, close, rename (to `target`), unlink, rmdir, fsync_dir, or
-    phase: a step of the protocol between ranks. It is called `path.name` and touches no file.
+    phase. A phase is a step of the protocol between ranks, named by `path.name`; it touches no
+    file.
     """
 
     kind: str
@@ -41,7 +42,7 @@ class Operation:
 
 
 observer: Callable[[Operation], None] | None = None
-"""Called in the thread of the operation; an error it raises replaces the operation."""
+"""Called in the thread of the operation. If it raises an error, the operation does not happen."""
 
 
 def _announce(
@@ -53,13 +54,13 @@ def _announce(
 
 
 def phase(name: str) -> None:
-    """Announce a step of the protocol that is no file operation."""
+    """Announce a protocol step that is not a file operation."""
     _announce("phase", Path(name))
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A written file; `path` is relative to the checkpoint directory, with forward slashes."""
+    """A written file. `path` is relative to the checkpoint directory, with forward slashes."""
 
     path: str
     size_bytes: int
@@ -69,10 +70,10 @@ class FileRecord:
 class HashingFile:
     """A new file that counts and hashes the bytes written to it. `torch.save` accepts it as a file.
 
-    The end of a `with` block closes it durably, or drops it unsynced if the block raised. The
-    directory entry becomes durable with `fsync_tree`. Raises `OSError` if the path exists or the
-    disk refuses. `torch.save` hides such an error in a `RuntimeError`; the end of the block raises
-    the original one.
+    The end of a `with` block syncs and closes the file, or closes it unsynced if the block raised
+    an error. `fsync_tree` makes the directory entry durable. Raises `OSError` if the path exists or
+    the disk refuses. `torch.save` hides such an error in a `RuntimeError`; the end of the block
+    raises the original error.
     """
 
     record: FileRecord
@@ -105,7 +106,7 @@ class HashingFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Flush, sync and close. Raises `OSError` if the size on disk is not what was written."""
+        """Flush, sync and close. Raises `OSError` if the size on disk is not the written size."""
         with _named(self._path):
             try:
                 self._file.flush()
@@ -113,7 +114,7 @@ class HashingFile:
                 os.fsync(self._file.fileno())
                 _announce("close", self._path)
             finally:
-                self._file.close()  # NFS reports a full disk here
+                self._file.close()  # NFS reports a full disk on close
         found_bytes = os.stat(self._path).st_size
         if found_bytes != self._size_bytes:
             raise OSError(
@@ -143,7 +144,7 @@ def make_dir(path: Path) -> None:
 
 
 def make_dirs(path: Path) -> None:
-    """Create a directory and its missing parents, unless it exists."""
+    """Create a directory and its missing parents, unless the directory exists."""
     if not path.is_dir():
         make_dirs(path.parent)
         try:
@@ -161,8 +162,9 @@ def write_file(path: Path, data: bytes, *, root: Path) -> FileRecord:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Create or replace a small file. Readers see the old or the new content, also after a power
-    loss.
+    """Create or replace a small file.
+
+    Readers see either the old or the new content, even after a power loss.
     """
     temporary = temporary_path(path)
     try:
@@ -194,8 +196,9 @@ def rename_unsynced(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, or a directory with all it holds. Symbolic links are removed, never followed.
-    Not synced.
+    """Remove a file, or a directory with all its contents. Not synced.
+
+    Symbolic links are removed, never followed.
     """
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         unlink(path)
@@ -242,13 +245,13 @@ def list_dir(path: Path) -> list[str]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a small regular file. Raises `OSError`, also for a symbolic link."""
+    """Return the content of a small regular file. Raises `OSError`, even for a symbolic link."""
     with _named(path):
         return read_regular(path, follow_links=False)
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hex digest of a regular file. Raises `OSError`, also for a symbolic link."""
+    """Return the hex digest of a regular file. Raises `OSError`, even for a symbolic link."""
     opener = regular_opener(0, follow_links=False)
     with _named(path), open(path, "rb", buffering=0, opener=opener) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -256,7 +259,7 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the path to errors of `read`, `write` and `fsync`, which do not name it."""
+    """Add the path to an error of `read`, `write` or `fsync`, which does not name it."""
     try:
         yield
     except OSError as error:
@@ -266,17 +269,16 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free space for this user on the file system of a directory, regardless of quotas."""
+    """Return the bytes free for this user on a directory's file system. Quotas are ignored."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
 def await_files(root: Path, records: Iterable[FileRecord], *, deadline: float) -> None:
-    """Wait until this machine sees files of other machines in full. A network file system may show
-    them late.
+    """Wait until this machine sees the files of other machines at their full size.
 
-    Raises `OSError` after `deadline`, a `time.monotonic()`, naming the first file that is missing or
-    of another size.
+    A network file system may show them late. `deadline`: a `time.monotonic()`. Raises `OSError`
+    after it, naming the first file that is missing or has a different size.
     """
     for record in records:
         while (problem := size_problem(root, record)) is not None:
@@ -286,9 +288,9 @@ def await_files(root: Path, records: Iterable[FileRecord], *, deadline: float) -
 
 
 def size_problem(root: Path, record: FileRecord) -> str | None:
-    """Return how a file differs from its record in kind or size; None if it does not.
+    """Describe how a file differs from its record in kind or size; return None if it does not.
 
-    The text starts with the path. A symbolic link, or a file below one, is a problem.
+    The text starts with the path. A symbolic link, or a file below one, counts as a problem.
     """
     path = root / record.path
     try:
@@ -303,6 +305,6 @@ def size_problem(root: Path, record: FileRecord) -> str | None:
 
 
 def require_dir(path: Path) -> None:
-    """Raise `OSError` unless `path` is a directory and no symbolic link."""
+    """Raise `OSError` unless `path` is a directory and not a symbolic link."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         raise OSError(f"{path.name} is a symbolic link or not a directory")

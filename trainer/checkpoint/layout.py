@@ -1,6 +1,6 @@
-"""The run directory: file names, and the checkpoints in it. Rank 0 only; no torch.
+"""The run directory: its file names and its checkpoints. For rank 0 only; imports no torch.
 
-A checkpoint appears by one rename (`commit`). `publish` makes it the one to continue from.
+A single rename (`commit`) creates a checkpoint. `publish` makes it the checkpoint to continue from.
 Everything is read from the disk each time. Nothing is ordered by a clock or a modification time.
 """
 
@@ -20,7 +20,7 @@ from trainer.runtime.files import regular_opener, try_lock
 
 POINTER = "latest_checkpointed_iteration.txt"
 PUBLISHED = ".published"
-"""Marks a checkpoint that the pointer has named once."""
+"""A file that marks a checkpoint that the pointer has named at some time."""
 FSDP_CONFIG = "fsdp_config.json"
 DATA = "data.pt"
 HUGGINGFACE = "huggingface"
@@ -29,9 +29,9 @@ TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
 READING_PREFIX = ".reading_"
 IN_USE = "in_use"
-"""The reader of a `READING_PREFIX` directory holds a lock on this file in it."""
+"""A file in a `READING_PREFIX` directory, on which the reader holds a lock."""
 SAVE_TIMEOUT_S = 1800.0
-"""A save, or an upload without an answer, is given up after this time."""
+"""Seconds after which a save, or an upload without an answer, is given up."""
 
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
@@ -59,7 +59,10 @@ extra_file = partial(_rank_file, "extra_state")
 
 
 def is_export(path: str) -> bool:
-    """Return True for a file of the export, which no resume needs; `path` as in a manifest."""
+    """Return True for a file of the export, which a resume does not need.
+
+    `path`: as in a manifest.
+    """
     return path.startswith(f"{HUGGINGFACE}/")
 
 
@@ -70,8 +73,10 @@ def staging_dir(run_dir: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Pointer:
-    """`raw`: the text of the pointer file, or why it is unreadable; None without the file.
-    `step`: None if the text is not a step.
+    """The pointer file.
+
+    `raw`: its text, or the reason why it is unreadable; None without the file. `step`: None if the
+    text is not a step.
     """
 
     raw: str | None
@@ -96,7 +101,11 @@ def read_pointer(run_dir: Path) -> Pointer:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A `global_step_N` on the disk. `published`: the pointer has named it once."""
+    """A `global_step_N` directory on the disk.
+
+    `published`: True if the pointer has named it at some time. `reason`: the problem that makes the
+    checkpoint unusable, if it has no `manifest`.
+    """
 
     step: int
     path: Path
@@ -110,15 +119,16 @@ class CheckpointInfo:
 
     @property
     def status(self) -> Literal["committed", "incomplete"]:
-        """committed: the manifest is valid, and all files that a resume needs have its sizes
-        (`verify_files` proves their contents). incomplete: not so, for `reason`.
+        """committed: the manifest is valid, and all files that a resume needs have the listed sizes
+        (`verify_files` proves their contents). incomplete: any other state; `reason` explains it.
         """
         return "committed" if self.manifest else "incomplete"
 
 
 def inspect(path: Path) -> CheckpointInfo:
-    """Judge a checkpoint by names and sizes. Raises `ConfigError` if it is not called
-    `global_step_N`.
+    """Judge a checkpoint by its file names and sizes.
+
+    Raises `ConfigError` if the directory is not called `global_step_N`.
     """
     step = parse_step(path.name)
     if step is None:
@@ -143,7 +153,7 @@ def inspect(path: Path) -> CheckpointInfo:
 
 
 def checkpoints(run_dir: Path) -> list[CheckpointInfo]:
-    """Return every `global_step_N` in any state, sorted by step.
+    """Return every `global_step_N`, in whatever state, sorted by step.
 
     A directory that is deleted meanwhile is left out.
     """
@@ -157,11 +167,11 @@ def committed(run_dir: Path) -> list[CheckpointInfo]:
 
 
 def commit(staging: Path, step: int, *, nonce: str) -> Path:
-    """Rename a finished staging directory to its final name: from now on the checkpoint exists.
+    """Rename a finished staging directory to its final name. From then on the checkpoint exists.
 
-    `nonce` is that of its manifest. Its files must be synced (`fsio.fsync_tree`). A directory that
-    already has the name, from a corrupt or abandoned attempt, is set aside. Raises
-    `FileExistsError` if that directory is whole and the pointer names it: no crash may leave the
+    `nonce`: the nonce of its manifest. Its files must be synced (`fsio.fsync_tree`). A directory
+    that already has the final name, from a corrupt or abandoned attempt, is set aside. Raises
+    `FileExistsError` if that directory is complete and the pointer names it: no crash may leave the
     run without it, and a saved step need not be saved again.
     """
     final = staging.parent / step_dir_name(step)
@@ -174,7 +184,7 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
     try:
         fsio.rename_unsynced(staging, final)
     except OSError:
-        # A network file system may carry out a rename, lose the answer, and fail the second try.
+        # A network file system may carry out a rename, lose the answer, and fail the retry.
         if staging.exists() or inspect(final).nonce != nonce:
             raise
     fsio.fsync_dir(final.parent)
@@ -182,7 +192,7 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
 
 
 def publish(run_dir: Path, step: int) -> None:
-    """Point to `step`, then mark it as published. Writes nothing if both are done already."""
+    """Point to `step`, then mark it as published. Writes nothing if both are already done."""
     step_dir = run_dir / step_dir_name(step)
     unmarked = PUBLISHED not in fsio.list_dir(step_dir)
     if unmarked or read_pointer(run_dir).step != step:
@@ -192,20 +202,20 @@ def publish(run_dir: Path, step: int) -> None:
 
 
 def mark(step_dir: Path, name: str) -> None:
-    """Make an empty file durable, even if an earlier attempt to make it was cut short."""
+    """Create an empty file durably, even if an earlier attempt was interrupted."""
     if name not in fsio.list_dir(step_dir):
         fsio.write_file(step_dir / name, b"", root=step_dir)
     fsio.fsync_dir(step_dir)
 
 
 def is_tidy(run_dir: Path, last: CheckpointInfo) -> bool:
-    """Return True if the pointer names `last` and no leftovers are there: a finished run."""
+    """Return True if the pointer names `last` and there are no leftovers, as after a clean end."""
     is_pointed_to = last.published and read_pointer(run_dir).step == last.step
     return is_pointed_to and not leftovers(run_dir)
 
 
 def quarantine(path: Path, reason: str) -> Path:
-    """Rename a checkpoint to `.corrupt_global_step_N.<k>`; it is never deleted automatically."""
+    """Rename a checkpoint to `.corrupt_global_step_N.<k>`, which is never deleted automatically."""
     taken = fsio.list_dir(path.parent)
     number = 0
     while (name := f"{CORRUPT_PREFIX}{path.name}.{number}") in taken:
@@ -218,7 +228,7 @@ def quarantine(path: Path, reason: str) -> Path:
 def is_in_use(reading: Path) -> bool:
     """Return False if the reader of a `READING_PREFIX` directory is known to be dead."""
     try:
-        # NFS locks a file exclusively only if it is open for writing.
+        # NFS gives an exclusive lock only on a file that is open for writing.
         descriptor = regular_opener(os.O_RDWR, follow_links=False)(str(reading / IN_USE), 0)
     except OSError:
         return True
@@ -231,7 +241,7 @@ def is_in_use(reading: Path) -> bool:
 
 
 def leftovers(run_dir: Path) -> list[str]:
-    """Return the names of half-written and half-deleted files and of dead readers' directories.
+    """Return the names of leftovers: half-written or half-deleted files, and dead readers' links.
 
     Directories with a temporary name are exports in progress, not leftovers.
     """
@@ -246,7 +256,7 @@ def leftovers(run_dir: Path) -> list[str]:
 
 
 def clean_leftovers(run_dir: Path) -> None:
-    """Remove the leftovers of a crash. Call it only with the run's lock."""
+    """Remove the leftovers of a crash. Call it only while holding the run's lock."""
     for name in leftovers(run_dir):
         try:
             fsio.remove_tree(run_dir / name)

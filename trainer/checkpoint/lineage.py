@@ -1,4 +1,4 @@
-"""Compare a run with its continuation: some values must be equal, others cause a warning."""
+"""Compare a run with its continuation: some values must be equal; others cause a warning."""
 
 from collections.abc import Collection, Mapping
 from functools import reduce
@@ -17,7 +17,8 @@ REFUSED = {
     "model_config": "the saved weights continue in the changed architecture",
     "other_parts": "the untrained tensors are exported as they are now",
 }
-"""Values whose change is refused, and what happens if `trainer.resume_allow` accepts it."""
+"""Values whose change is refused, and the effect of the change if `trainer.resume_allow` allows it.
+"""
 
 BASE_WEIGHTS = "base_weights"
 FIXED = {
@@ -28,7 +29,7 @@ FIXED = {
     ),
     "model.freeze": "the optimizer has a state for the trained parameters only",
 }
-"""Values whose change is always refused, and why."""
+"""Values whose change is always refused, and the reason."""
 
 WARNED = (
     "data.max_length",
@@ -51,13 +52,13 @@ WARNED = (
     "torch",
     "transformers",
 )
-"""Values whose change may change the numbers: a warning. The learning rate is compared as a
-schedule. All other keys are free.
+"""Values whose change may affect the numbers and so causes a warning. The learning rate is compared
+as a schedule. All other keys may change freely.
 """
 
 
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
-    """Return fingerprints from the resolved configuration and from further `values`."""
+    """Return fingerprints by name, from the resolved configuration and from further `values`."""
     configured = {
         key: reduce(getitem, key.split("."), resolved)
         for key in (*FIXED, *REFUSED, *WARNED)
@@ -67,8 +68,9 @@ def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
 
 
 def _is_equal(key: str, saved: str, now: str) -> bool:
-    """Compare two values. The previous version saved settings as they were written, such as 2 for
-    2.0 and x for ['x'].
+    """Return True if two values are equal.
+
+    The previous version saved settings as the user wrote them, such as 2 for 2.0 and x for ['x'].
     """
     if saved == now or "." not in key:
         return saved == now
@@ -81,10 +83,10 @@ def _is_equal(key: str, saved: str, now: str) -> bool:
 def compare(
     saved: Mapping[str, str], now: Mapping[str, str], *, allow: Collection[str] = ()
 ) -> list[str]:
-    """Return the differences of fingerprints from the checkpoint, one line each, for the log.
+    """Return the differences between saved and current fingerprints, one line each, for the log.
 
-    `allow`: names in `REFUSED` whose change is accepted. Raises `ConfigError` with all differences
-    if one of them is refused.
+    `allow`: names in `REFUSED` whose change is accepted. If any difference is refused, raises
+    `ConfigError` with all differences.
     """
     changed = {
         key: f"{key}: {saved[key]} -> {now[key]}"

@@ -1,5 +1,6 @@
-"""One run per directory: a lock that a killed run cannot leave behind, and that a run which lost it
-cannot use.
+"""A lock that allows one run per directory.
+
+A killed run cannot leave the lock behind, and a run that lost the lock cannot go on using it.
 """
 
 import errno
@@ -32,14 +33,15 @@ class RunLock:
     """Exclusive use of a run directory, held by rank 0 while it may write checkpoints.
 
     The lock is an exclusive `flock` on `.train.lock`: the kernel releases it when the process dies,
-    and a stopped process keeps it. Without `needs_flock`, a file system that has no locks is
-    accepted; there the later run takes the directory.
+    and a stopped process keeps it. Without `needs_flock`, a file system without locks is accepted;
+    on such a file system the later run takes the directory.
 
-    The file records the holder and a nonce. A run that takes over replaces the nonce, so a run that
-    was stopped meanwhile sees in `is_held` that it may no longer publish. The file is never
-    deleted, since a run could wait on the deleted one. A clean release empties it.
+    The file records the holder and a nonce. A run that takes over replaces the nonce. A run that
+    was stopped meanwhile then learns from `is_held` that it may no longer publish. The file is
+    never deleted, since another run could be waiting on the deleted file. A clean release empties
+    it.
 
-    Forked children let go at once: a loader worker may outlive a killed trainer.
+    Forked children release the lock at once: a loader worker may outlive a killed trainer.
     """
 
     def __init__(self, run_dir: Path, *, needs_flock: bool = True) -> None:
@@ -49,10 +51,10 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self, *, timeout_s: float = 20.0) -> None:
-        """Wait at most `timeout_s`: the ranks of a run just killed may live a moment longer.
+        """Take the lock; wait at most `timeout_s`, since ranks of a killed run may linger a moment.
 
-        Raises `ConfigError` naming the holder, or for a file system without locks, and
-        `CannotWriteError` if the directory cannot be written.
+        Raises `ConfigError` if another run still holds the lock (the message names it) or if the
+        file system has no locks, and `CannotWriteError` if the directory cannot be written.
         """
         deadline_s = time.monotonic() + timeout_s
         self._record = {
@@ -83,8 +85,9 @@ class RunLock:
             ) from error
 
     def is_held(self) -> bool:
-        """Return True if the lock file is the one this process locked, with its nonce. False if
-        that cannot be read.
+        """Return True if the lock file is still the one that this process locked, with its nonce.
+
+        Returns False if the file cannot be read.
         """
         try:
             return self._is_ours()
@@ -95,7 +98,7 @@ class RunLock:
     def require(self) -> None:
         """Raise `CannotWriteError` unless this run holds its directory.
 
-        If only the lock file was removed, it is made again.
+        If only the lock file was removed, this creates it again.
         """
         if self.is_held() or self._make_again():
             return
@@ -104,7 +107,7 @@ class RunLock:
         )
 
     def release(self) -> None:
-        """Empty the file and close it. A file of a run that has taken over is left alone."""
+        """Empty the file and close it. If another run has taken over, leave its file unchanged."""
         if self._descriptor is not None and self.is_held():
             try:
                 os.ftruncate(self._descriptor, 0)
@@ -120,7 +123,7 @@ class RunLock:
         self.release()
 
     def _try_acquire(self) -> bool:
-        """Return False if another run holds the lock or came in between."""
+        """Try once to take the lock. Return False if another run holds it or took it meanwhile."""
         is_locked = try_lock(self._open(os.O_CREAT))
         if is_locked is None:
             return False
@@ -130,7 +133,7 @@ class RunLock:
         return self._is_ours()
 
     def _accept_no_locks(self) -> None:
-        """Raises `ConfigError` if the lock is needed."""
+        """Warn that the file system has no locks. Raises `ConfigError` if a lock is required."""
         if self._needs_flock:
             raise ConfigError(
                 f"'{self._path.parent}' is on a file system without locks (flock): two runs could "
@@ -143,8 +146,9 @@ class RunLock:
             logger.warning("taking over from the run %s: has it ended?", self._holder())
 
     def _make_again(self) -> bool:
-        """Make a removed lock file again. A file at the path belongs to another run, which came
-        while there was none.
+        """Create a removed lock file again. Return True if this run then holds the lock.
+
+        A file that already exists at the path belongs to another run, which started meanwhile.
         """
         try:
             if try_lock(self._open(os.O_CREAT | os.O_EXCL)) is None:
@@ -163,7 +167,7 @@ class RunLock:
         return self._descriptor
 
     def _close(self) -> None:
-        """Close the file without changing it, which ends the lock."""
+        """Close the file without changing it. This releases the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
@@ -174,12 +178,12 @@ class RunLock:
         data = json.dumps(self._record).encode()
         os.pwrite(self._descriptor, data, 0)
         os.ftruncate(self._descriptor, len(data))  # last: an empty file means that nobody holds it
-        os.fsync(self._descriptor)  # NFS shows it to other machines from now on
+        os.fsync(self._descriptor)  # from now on, NFS shows the record to other machines
 
     def _look(self) -> tuple[os.stat_result | None, bytes]:
         """Return the state and content of the file at the path.
 
-        It is opened again each time: only then does NFS show what other machines wrote.
+        The file is reopened each time, because only then does NFS show writes by other machines.
         """
         try:
             with open_regular(self._path, follow_links=False) as file:
@@ -204,7 +208,10 @@ class RunLock:
 
 
 def is_given_back(run_dir: Path) -> bool:
-    """Return True if no run has the lock or left it behind. Writes nothing."""
+    """Return True if the lock file is missing or empty, as after a clean release.
+
+    Writes nothing.
+    """
     try:
         return (run_dir / LOCK).stat().st_size == 0
     except FileNotFoundError:
@@ -212,7 +219,7 @@ def is_given_back(run_dir: Path) -> bool:
 
 
 def has_ended_in_order(run_dir: Path, last: CheckpointInfo) -> bool:
-    """Return True if a run left nothing to do after its checkpoint `last`."""
+    """Return True if the run ended cleanly after its checkpoint `last`, with nothing left to do."""
     return layout.is_tidy(run_dir, last) and is_given_back(run_dir)
 
 

@@ -1,5 +1,6 @@
-"""Save and load the state of a run: when a save is tried, in which thread, and what follows a
-failed one.
+"""Save and load the state of a run.
+
+This module decides when a save is tried, in which thread, and what happens after a failed save.
 """
 
 import logging
@@ -30,16 +31,16 @@ T = TypeVar("T")
 Outcome = tuple[int | SaveFailedError, float]
 """Size of the committed checkpoint in bytes, or the error, and the duration in seconds."""
 Tell = Callable[[str, int, str, str], None]
-"""Takes kind, step, message and level of an event."""
+"""A function that reports an event, given its kind, step, message and level."""
 RETRY_AFTER_S = (60.0, 300.0)
-"""Pauses after the first and the second failed save in a row. The third ends the run."""
+"""Pauses after the first and second failed saves in a row. A third failure ends the run."""
 REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
-"""Pauses of the last save of a run, for which nothing continues meanwhile."""
+"""Pauses before the retries of a required save, while training waits."""
 CLOSE_TIMEOUT_S = 10.0
 
 
 class CheckpointManager:
-    """Owns `<run_dir>/global_step_*` of one run. Methods are collective."""
+    """Owns the `<run_dir>/global_step_*` directories of one run. Its methods are collective."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class CheckpointManager:
         tell: Tell,
         save_every_s: float = math.inf,
     ) -> None:
-        """`state`: what is saved; `tell` is called with the result of each save."""
+        """`state`: the parts to save; `tell`: called with the result of each save."""
         self.run_dir, self._world = saver.run_dir, saver.world
         self._saver, self._state, self._tell = saver, state, tell
         self._requests = SaveRequests(saver.run_dir, every_s=save_every_s)
@@ -61,8 +62,9 @@ class CheckpointManager:
         self._metrics: dict[str, float] = {}
 
     def prepare(self) -> None:
-        """Check that a checkpoint fits on the disk, then copy what exports need, so that no save
-        reads the model directory. Raises `ConfigError`, `CannotWriteError`.
+        """Check that a checkpoint fits on the disk, and copy the tensors that exports need.
+
+        After this, no save reads the model directory. Raises `ConfigError`, `CannotWriteError`.
         """
         state = [part.state_dict() for part in self._state.values()]
         needed_bytes = self._saver.size_bytes(state)
@@ -78,11 +80,12 @@ class CheckpointManager:
         history: History,
         is_required: bool,
     ) -> None:
-        """Save the present state, at `position`, unless this step is saved already.
+        """Save the current state, at `position`, unless this step is already saved.
 
-        A background save is finished first. With `is_required` the state is on disk on return, or
-        `CannotWriteError` is raised. Raises `ResumableError` after the third failure in a row, and
-        `ConfigError` on all ranks for a state that could not be resumed.
+        A background save is finished first. With `is_required`, the state is on disk when this
+        returns, or `CannotWriteError` is raised. Without it, `ResumableError` is raised after the
+        third failure in a row. Raises `ConfigError` on all ranks for a state that could not be
+        resumed.
         """
         started = time.perf_counter()
         self.finish()
@@ -95,7 +98,7 @@ class CheckpointManager:
             self._requests.begin()
             extra = rank_state(self._state, step)
             require_resumable(extra, self._state, self._world)
-            # The live state of this rank: its tensors change with the next step.
+            # The live state of this rank: the next step changes its tensors.
             snapshot = Snapshot(
                 position=position,
                 model=self._state["model"].state_dict(),
@@ -116,13 +119,14 @@ class CheckpointManager:
         self._metrics["time/train/checkpoint_s"] = time.perf_counter() - started
 
     def before_update(self) -> None:
-        """Wait for a background save that still copies the state."""
+        """Wait while a background save is still copying the state."""
         if self._buffers is not None:
             self._buffers.before_update()
 
     def is_save_due(self) -> bool:
-        """Return True on the main rank if a failed save is to be retried now, or a save is due by
-        time or by the file SAVE.
+        """Return True on the main rank if a save is due now.
+
+        A save is due by time, by the file SAVE, or as the retry of a failed save.
         """
         if self._pending is not None and self._pending[1].done():
             self.finish()
@@ -143,7 +147,7 @@ class CheckpointManager:
                 self._metrics["time/train/checkpoint_bg_s"] = duration_s
 
     def take_metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics of saves since the last call."""
+        """Return the metrics of the saves since the last call."""
         metrics, self._metrics = self._metrics, {}
         if self._committed_step is not None:
             metrics["ckpt/age_steps"] = step - self._committed_step
@@ -157,8 +161,8 @@ class CheckpointManager:
             return
         self._saver.prepare()
         buffers = self._buffers
-        # Always on a GPU: a write would fetch one tensor after the other, through memory that is
-        # not page-locked.
+        # On a GPU, always copy first. Otherwise the write would fetch the tensors one by one,
+        # through memory that is not page-locked.
         if buffers is not None and (in_background or self._saver.device.type == "cuda"):
             snapshot = buffers.copy(snapshot)
 
@@ -170,7 +174,7 @@ class CheckpointManager:
             try:
                 outcome = self._saver.save(snapshot)
             except SaveFailedError as error:
-                # The frames of its traceback would keep the snapshot.
+                # The frames of its traceback would keep the snapshot in memory.
                 outcome = error.with_traceback(None)
             return outcome, time.perf_counter() - started
 
@@ -196,7 +200,7 @@ class CheckpointManager:
         if self._world.is_main:
             self._requests.settle()
         self._metrics |= {"ckpt/bytes": outcome, "ckpt/save_s": duration_s}
-        with suppress(OSError):  # a count for the log must not end the run
+        with suppress(OSError):  # a failed count for the log must not end the run
             names = fsio.list_dir(self.run_dir)
             self._metrics["ckpt/kept"] = sum(layout.parse_step(name) is not None for name in names)
         path = self.run_dir / layout.step_dir_name(step)
@@ -212,7 +216,7 @@ class CheckpointManager:
             )
 
     def _is_finite(self, snapshot: Snapshot) -> bool:
-        """Return True if every parameter and moment of every rank is finite."""
+        """Return True if all parameters and optimizer moments are finite on every rank."""
         tensors = shards.local_tensors([snapshot.model, snapshot.optim["state"]])
         bad = torch.stack([(~torch.isfinite(t)).any() for t in tensors if t.numel()]).any()
         count = bad.to(self._world.device).double()
@@ -220,17 +224,17 @@ class CheckpointManager:
         return count.item() == 0
 
     def load(self, checkpoint: CheckpointInfo) -> None:
-        """Load a verified checkpoint. Raises `ConfigError` if it belongs to another model."""
+        """Load a verified checkpoint. Raises `ConfigError` if it is from a different model."""
         load_state(checkpoint, self._state, self._world)
         self._committed_step = checkpoint.step
 
     def decide_rollback(
         self, *, onset: int, step: int, last_step: int, history: History, reason: str
     ) -> tuple[CheckpointInfo, Rollbacks] | None:
-        """Return the newest good checkpoint well before step `onset`, with all rollbacks of the
-        run; None without such a checkpoint. Collective.
+        """Return the newest good checkpoint well before step `onset`, and all rollbacks of the run.
 
-        The rollback is recorded before anything changes. The caller loads the checkpoint.
+        Returns None if there is no such checkpoint. Collective. The rollback is recorded before
+        anything changes. The caller loads the checkpoint.
         """
         self.finish()
         data = self._saver.fingerprints.get("data")
@@ -256,11 +260,11 @@ class CheckpointManager:
         return info, self._on_main(decide)
 
     def settle(self, step: int, history: History) -> None:
-        """Point to the checkpoint of `step`, and delete those that need not be kept."""
+        """Point to the checkpoint of `step`, and delete checkpoints that need not be kept."""
 
         def point_and_delete() -> None:
             self._saver.require_lock()
-            # Not there if this run begins with the checkpoint of another run.
+            # The directory is missing if this run begins with another run's checkpoint.
             if (self.run_dir / layout.step_dir_name(step)).is_dir():
                 retention.settle(
                     self.run_dir, step, keep=self._saver.keep, history=history, protect={step}
@@ -269,7 +273,7 @@ class CheckpointManager:
         self._on_main(point_and_delete)
 
     def close(self) -> None:
-        """Wait a moment for a background save. After that nothing may be committed."""
+        """Wait briefly for a background save. Nothing may be committed after this."""
         if self._pending is not None:
             wait([self._pending[1]], CLOSE_TIMEOUT_S)
 

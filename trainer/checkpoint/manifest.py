@@ -1,5 +1,6 @@
-"""The manifest of a checkpoint: every file with its size and SHA-256. It lets a reader prove that
-all files are there and unchanged.
+"""The manifest of a checkpoint: every file with its size and SHA-256.
+
+It lets a reader prove that all files are present and unchanged.
 """
 
 import dataclasses
@@ -33,11 +34,13 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`mesh` maps dimension names to sizes, outermost first. `loss` and `grad_norm` are those of
-    `step`. `created_utc` is for people: nothing is ever ordered by it.
+    """The manifest of the checkpoint of `step`.
 
-    text_names: names of the text part's tensors in the files of a model with several parts.
-    num_passed_through: number of tensors that are exported unchanged.
+    `mesh` maps dimension names to sizes, outermost first. `loss` and `grad_norm` are those of
+    `step`. `created_utc` is for people: the code never orders anything by it.
+
+    text_names: names of the language model's tensors in the files of a model with several
+    components. num_passed_through: number of tensors that are exported unchanged.
     """
 
     step: int
@@ -61,25 +64,29 @@ class Manifest:
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that hold one whole copy of the parameters: the first ones."""
+        """Number of ranks, from rank 0 on, that together hold one full copy of the parameters."""
         return self.mesh.get("fsdp", self.world_size)
 
     def to_json(self) -> str:
-        """Raises `ValueError` for NaN or infinity: a state that is not finite is never saved."""
+        """Return the manifest as JSON.
+
+        Raises `ValueError` for NaN or infinity, because a state that is not finite is never saved.
+        """
         tree = {"format": FORMAT, **dataclasses.asdict(self)}
         return json.dumps(tree | {OWN_DIGEST: digest_of(tree)}, indent=1, allow_nan=False) + "\n"
 
 
 def digest_of(tree: dict[str, Any]) -> str:
-    """Return the digest by which a manifest proves itself; `tree`: all other keys."""
+    """Return the digest that a manifest holds of its own contents; `tree`: all other keys."""
     canonical = json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def parse_manifest(text: str | bytes, *, step: int | None = None) -> Manifest:
-    """Raises `ManifestError` unless the text is a valid manifest of this format, and of `step`.
+    """Parse a manifest.
 
-    The digest proves the content. The other checks are for a manifest that was forged.
+    Raises `ManifestError` unless the text is a valid manifest of this format, and of `step` if that
+    is given. The digest proves the content. The other checks protect against a forged manifest.
     """
     try:
         tree = json.loads(text)
@@ -107,7 +114,7 @@ def parse_manifest(text: str | bytes, *, step: int | None = None) -> Manifest:
 
 
 def _require_plain(manifest: Manifest) -> None:
-    """Raise `ManifestError` for paths outside the checkpoint and for values of a wrong type."""
+    """Raise `ManifestError` for paths outside the checkpoint and for values of the wrong type."""
     paths = [record.path for record in manifest.files]
     if not paths or len(set(paths)) < len(paths):
         raise ManifestError("'files' must list each file once")
@@ -131,13 +138,13 @@ def _require_plain(manifest: Manifest) -> None:
 
 
 def verify_files(path: Path, manifest: Manifest, *, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Hash share `(index, count)` of the files; return how each differs from the manifest."""
+    """Hash share `(index, count)` of the files, and describe each difference from the manifest."""
     problems = (_problem(path, record) for record in share_of(manifest.files, share))
     return [problem for problem in problems if problem is not None]
 
 
 def share_of(files: Iterable[FileRecord], share: tuple[int, int]) -> list[FileRecord]:
-    """Return share `(index, count)` of the files; all shares have similar sizes."""
+    """Return share `(index, count)` of the files. All shares have similar sizes."""
     index, count = share
     by_size = sorted(files, key=lambda record: (-record.size_bytes, record.path))
     return by_size[index::count]

@@ -18,8 +18,9 @@ def model_card(
 ) -> bytes:
     """Return the card of a checkpoint.
 
-    measured: its step, loss and the like, by name; base_model: a Hub id, if the base has one;
-    settings: configuration keys that differ from their defaults; origins: other facts, by name.
+    measured: measured values by name, such as step and loss; base_model: a Hub id, if the base
+    model has one; settings: configuration keys that differ from their defaults; origins: facts by
+    name about the sources that the model was made from.
     """
     data = ModelCardData(
         base_model=base_model,
@@ -35,7 +36,7 @@ def model_card(
     )
     parts = [f"---\n{data.to_yaml()}\n---", "# Model card"]
     for title, values in sections:
-        # An indented block, in which no value can be markup.
+        # Values in an indented block cannot be read as markup.
         lines = [f"    {name}: {json.dumps(value)}" for name, value in values.items()]
         parts += [title, "\n".join(lines)]
     return ("\n\n".join(part for part in parts if part) + "\n").encode()

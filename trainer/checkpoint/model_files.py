@@ -1,7 +1,7 @@
 """Files of the model directory that an export needs, read once at the start.
 
-The directory may be removed or changed while the run trains (a purged scratch disk, another
-revision in the Hub's cache). Exports still hold what the run was trained with.
+The directory may be removed or changed while the run trains (a purged scratch disk, a new revision
+in the Hub's cache). Exports still contain the files that the run started with.
 """
 
 import hashlib
@@ -31,8 +31,9 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def companion_files(directory: Path) -> list[Path]:
-    """Return the files that an export copies unchanged: tokenizer, chat template, processor, and
-    the model's own code.
+    """Return the files that an export copies unchanged.
+
+    These are the tokenizer, the chat template, the processor, and the model's own code.
     """
     return sorted(_found(directory, _COMPANIONS))
 
@@ -45,8 +46,8 @@ def _found(directory: Path, patterns: tuple[str, ...]) -> set[Path]:
 class ModelFiles:
     """The small files of a model directory.
 
-    contents: name -> bytes of every file an export needs except weights; weights: name -> size and
-    times of each file with weights. A `ctime` cannot be set back.
+    contents: name -> bytes of every file that an export needs, except weights; weights: name ->
+    size in bytes, `mtime` and `ctime` in ns of each weight file. A `ctime` cannot be set back.
     """
 
     directory: Path
@@ -55,7 +56,7 @@ class ModelFiles:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Raises `ConfigError` for a file that cannot be read."""
+        """Read the files in `directory`. Raises `ConfigError` for a file that cannot be read."""
         small = [*_found(directory, (CONFIG, GENERATION_CONFIG)), *companion_files(directory)]
         try:
             contents = {path.name: path.read_bytes() for path in small}
@@ -80,7 +81,7 @@ class ModelFiles:
         return sha256.hexdigest()
 
     def changes(self) -> list[str]:
-        """Return the names of the files that differ now from what was read."""
+        """Return the names of the files that have changed since they were read."""
         try:
             read_again = ModelFiles.read(self.directory)
         except ConfigError as error:

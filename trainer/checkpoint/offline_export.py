@@ -1,4 +1,4 @@
-"""Export a committed checkpoint after its save, from its shards, on any machine."""
+"""Export a committed checkpoint later, from its shards, on any machine."""
 
 import dataclasses
 import os
@@ -30,13 +30,13 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 def export_from_shards(
     checkpoint: Path, target: Path, *, dtype: str, lora: str = "merged", base: Path | None = None
 ) -> None:
-    """Make the new directory `target` from the shards of a committed checkpoint.
+    """Create the directory `target` with an export made from the shards of a committed checkpoint.
 
-    lora: `adapter` or `merged`; base: the directory of the model that adapters were trained on, if
-    it was moved. Needs no GPU and no process group, and may run while the run trains. All files are
-    verified before use. `target` appears when it is whole. Raises `ConfigError` if the checkpoint is not
-    committed or damaged, or if `target` cannot be a new directory, `CannotWriteError` if it cannot
-    be written.
+    lora: `adapter` or `merged`; base: the directory of the model that the adapters were trained on,
+    if it was moved. Needs no GPU and no process group, and works while the run trains. All files
+    are verified before use. `target` appears only when it is complete. Raises `ConfigError` if the
+    checkpoint is damaged or not committed, or if `target` cannot be a new directory, and
+    `CannotWriteError` if `target` cannot be written.
     """
     manifest = _require_exportable(checkpoint, target)
     adapter = _adapter_of(checkpoint, manifest, base)
@@ -44,7 +44,7 @@ def export_from_shards(
     files = ModelFiles.read(exported)
     architecture, model = known_architecture(exported if adapter is None else adapter.base)
     whole = None
-    if adapter is not None:  # an adapter alone has no config.json
+    if adapter is not None:  # an adapter export has no config.json
         adapter = dataclasses.replace(adapter, whole=model)
         config = ModelFiles.read(adapter.base).contents[CONFIG]
         files = dataclasses.replace(files, contents={**files.contents, CONFIG: config})
@@ -52,7 +52,7 @@ def export_from_shards(
         whole = WholeCheckpoint(model, manifest.text_names, stored_in(exported / OTHER_PARTS))
     source = ExportSource(files, None, (), whole, adapter)
 
-    # Mapped files stay readable when the run deletes them.
+    # Memory-mapped files stay readable after the run deletes them.
     buffers = read_torch(checkpoint / layout.extra_file(manifest.world_size, 0))["buffers"]
     shards = Shards.read(checkpoint, _shard_files(manifest))
     shapes = {
@@ -78,8 +78,9 @@ def export_from_shards(
 
 
 def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
-    """Verify the files that an export reads, and return the manifest. Weights of an earlier export
-    are not among them.
+    """Verify the files that an export reads, and return the manifest.
+
+    The weights of an earlier export are not verified. Raises `ConfigError`.
     """
     info = layout.inspect(checkpoint)
     if info.manifest is None:
@@ -117,7 +118,10 @@ def _shard_files(manifest: Manifest) -> list[str]:
 
 
 def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adapter | None:
-    """Raises `ConfigError` if `base` is not what the adapters were trained on."""
+    """Return the checkpoint's adapters, if it has any.
+
+    Raises `ConfigError` if `base` does not hold the weights that they were trained on.
+    """
     settings = read_object(checkpoint / ADAPTER_CONFIG)
     if not settings:
         return None
@@ -135,11 +139,11 @@ def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adap
 
 
 def known_architecture(directory: Path) -> tuple[PreTrainedModel | None, PreTrainedModel | None]:
-    """Return the text model of a `config.json` on the meta device, and the whole model if it has
-    more parts.
+    """Return the language model of a `config.json` on the meta device, and the whole model.
 
-    Both are None if the architecture has its own code, which is never run here. Raises
-    `ConfigError` if this version of transformers does not know it.
+    The whole model is None if it has no other components. Both are None if the architecture has its
+    own code, which this function never runs. Raises `ConfigError` if this version of transformers
+    does not know the architecture.
     """
     tree = read_object(directory / CONFIG)
     if "auto_map" in tree and (

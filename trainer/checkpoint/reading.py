@@ -1,5 +1,6 @@
-"""Read a checkpoint while its run continues, through hard links that rotation does not touch. No
-torch.
+"""Read a checkpoint while its run continues, through hard links that rotation does not touch.
+
+Imports no torch.
 """
 
 import os
@@ -16,28 +17,28 @@ from trainer.runtime.files import try_lock
 
 @contextmanager
 def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
-    """Give a directory like the checkpoint's, with these `parts` (files, directories) and its
-    manifest; None if the checkpoint was deleted or replaced before.
+    """Yield a directory of links to the checkpoint's manifest and `parts` (files, directories).
 
-    It stays whole whatever happens to the checkpoint. On a file system without hard links it is the
-    checkpoint itself, whose files may disappear. The links are removed at the end; those of a
-    killed reader by the next start or save of the run.
+    Yields None if the checkpoint was already deleted or replaced. The linked files stay complete
+    whatever happens to the checkpoint. On a file system without hard links, this yields the
+    checkpoint itself, whose files may disappear. The links are removed at the end. If the reader is
+    killed, the next start or save of the run removes them.
     """
     directory = info.path.with_name(f"{READING_PREFIX}{info.path.name}.{secrets.token_hex(4)}")
     directory.mkdir()
     lock = None
     try:
         lock = _lock(directory)
-        # The path ends like the checkpoint's: by it an evaluation finds the model of a server.
+        # The path ends like the checkpoint's, because an evaluation finds a server's model by it.
         source = directory.joinpath(*info.path.resolve().parts[1:])
-        # The manifest is last: it tells whether all files are of one checkpoint.
+        # The manifest is linked last: it proves that all files are from one checkpoint.
         for file in (*_files(info.path, parts), info.path / MANIFEST):
             target = source / file.relative_to(info.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(file, target)
             except FileNotFoundError:
-                pass  # The checkpoint is deleted meanwhile: the manifest is missing too.
+                pass  # The checkpoint was deleted meanwhile, so the manifest is missing too.
             except OSError:
                 source = info.path
                 break
@@ -49,8 +50,9 @@ def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
 
 
 def _lock(directory: Path) -> int:
-    """Mark the directory as in use while this process lives. The mark is locked before it gets its
-    name.
+    """Mark the directory as in use while this process lives, and return the descriptor of the mark.
+
+    The mark is a locked file. It is locked before it gets its final name.
     """
     partial = directory / f"{IN_USE}.tmp"
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

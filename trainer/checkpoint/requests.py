@@ -1,4 +1,4 @@
-"""Saves that are due by time, or by the file SAVE in the run directory."""
+"""Decide when a save is due: by time, or because of the file SAVE in the run directory."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 FILE_NAME = "SAVE"
 LOOK_EVERY_S = 1.0
-"""Looking at the run directory may take long on a network file system."""
+"""Seconds between checks for the file. A check may take long on a network file system."""
 
 
 class SaveRequests:
@@ -20,7 +20,7 @@ class SaveRequests:
         self._looked_at = -math.inf
         self._is_asked = False
         self._is_answered = False
-        """The last save began after the file was seen."""
+        """True if the last save began after the file was seen."""
 
     def is_due(self) -> bool:
         now = time.monotonic()
@@ -30,12 +30,12 @@ class SaveRequests:
         return self._is_asked or now - self._saved_at >= self._every_s
 
     def begin(self) -> None:
-        """A save of the present state begins."""
+        """Note that a save of the current state begins."""
         self._saved_at = time.monotonic()
         self._is_answered, self._is_asked = self._is_asked, False
 
     def settle(self) -> None:
-        """The last save is committed: delete the file that asked for it."""
+        """Delete the file that requested the last save. Call this once that save is committed."""
         if not self._is_answered:
             return
         self._is_answered = False

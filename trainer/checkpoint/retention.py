@@ -1,4 +1,7 @@
-"""Delete old checkpoints, and check that the next one fits on the disk. Rank 0; no torch."""
+"""Delete old checkpoints, and check that the next one fits on the disk.
+
+For rank 0 only; imports no torch.
+"""
 
 import errno
 import logging
@@ -16,7 +19,7 @@ from trainer.runtime.text import readable
 logger = logging.getLogger(__name__)
 KEEP_FEWER = "lower trainer.max_ckpt_to_keep"
 SPARE = 1.05
-"""Factor on the size of a save: directories, logs and other writers need space too."""
+"""Factor on the size of a save, since directories, logs and other writers need space too."""
 
 
 def settle(
@@ -27,17 +30,19 @@ def settle(
     history: History,
     protect: Set[int] = frozenset(),
 ) -> None:
-    """Point to the committed checkpoint of `step`, then delete all but the newest `keep` (None: all)
-    and `protect`.
+    """Point to the committed checkpoint of `step`, then delete old checkpoints.
 
-    A failure is only logged: the checkpoint is committed, and a resume settles it again.
+    The newest `keep` checkpoints (None: all), those that `worth_keeping` returns, and the steps in
+    `protect` stay. A failure is only logged: the checkpoint is committed, and a resume settles it
+    again.
     """
     try:
         layout.publish(run_dir, step)
         found = layout.committed(run_dir)
         for info in found:
             if info.step < step and not info.published:
-                # Its publishing failed: a later start must not take it for newer than the pointer.
+                # Its publishing failed. A later start must not prefer it to the pointer's
+                # checkpoint.
                 layout.mark(info.path, PUBLISHED)
         best = worth_keeping(run_dir, history, found)
         rotate(run_dir, keep=keep, protect=protect | best)
@@ -51,11 +56,11 @@ def settle(
 
 
 def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
-    """Delete old checkpoints. One that cannot be deleted is tried again next time.
+    """Delete old checkpoints. If one cannot be deleted, the next call tries again.
 
-    Call it after `publish`, and on resume once the loaded checkpoint has verified: sizes alone do
-    not prove the newest. `protect` holds the step this run resumed from until a newer one is
-    published.
+    Call this after `publish`, and on resume once the loaded checkpoint is verified: sizes alone do
+    not prove that the newest checkpoint is intact. `protect` contains the step that this run
+    resumed from, until a newer checkpoint is published.
     """
     for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
         delete(path)
@@ -83,7 +88,7 @@ def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int])
 
 
 def newest(steps: list[int], keep: int, pointed: int | None) -> list[int]:
-    """Return the newest `keep` of the sorted steps, and as many up to the pointer.
+    """Return the newest `keep` of the sorted steps, and the newest `keep` up to the pointer.
 
     A run whose pointer was moved back cannot fall back on later checkpoints.
     """
@@ -92,10 +97,10 @@ def newest(steps: list[int], keep: int, pointed: int | None) -> list[int]:
 
 
 def worth_keeping(run_dir: Path, history: History, found: list[CheckpointInfo]) -> set[int]:
-    """Return the steps of `found` (sorted by step) that rotation spares.
+    """Return the steps of `found` (sorted by step) that rotation must not delete.
 
-    These are the checkpoint of the best validation, the newest before the last trouble, and the
-    best of each evaluation.
+    These are the newest checkpoint up to the best validation, the newest well before the last
+    trouble, and the best checkpoint of each evaluation.
     """
     limits = [] if history.best_step is None else [history.best_step]
     if history.episodes:
@@ -127,6 +132,6 @@ def require_space(run_dir: Path, needed_bytes: int) -> None:
 
 
 def existing_parent(directory: Path) -> Path:
-    """Return the directory itself, or the nearest one above it that exists."""
+    """Return the directory itself if it exists, otherwise its nearest existing parent."""
     directory = directory.absolute()
     return next(path for path in (directory, *directory.parents) if path.exists())

@@ -1,8 +1,8 @@
 """Return to an older checkpoint and skip the batches that did harm.
 
 `rollbacks.json` in the run directory is written before anything else changes. A crash leaves either
-the run as it was, or a rollback that the next start completes: it moves the pointer back and sets
-the newer checkpoints aside. The steps in the file are skipped for good.
+the unchanged run, or a rollback that the next start completes: it moves the pointer back and sets
+the newer checkpoints aside. The steps in the file are skipped permanently.
 """
 
 import dataclasses
@@ -16,13 +16,17 @@ from trainer.runtime.progress import History, Rollback, Rollbacks
 
 FILE = "rollbacks.json"
 STEPS_BEFORE_ONSET = 16
-"""Checkpoints saved this shortly before the trouble are not trusted."""
+"""Checkpoints from this many steps before the trouble are not trusted."""
 SKIPPED_AROUND = 8
 """Number of batches to skip on either side of the trouble."""
 
 
 def read(run_dir: Path) -> Rollbacks:
-    """Raises `ConfigError` for a file that cannot be read: the run would train skipped steps."""
+    """Return the recorded rollbacks.
+
+    Raises `ConfigError` for a file that cannot be read. Without the file's contents, the run would
+    train on batches that it must skip.
+    """
     try:
         text = fsio.read_bytes(run_dir / FILE)
         return Rollbacks(tuple(Rollback(**entry) for entry in json.loads(text)["rollbacks"]))
@@ -37,10 +41,10 @@ def read(run_dir: Path) -> Rollbacks:
 def candidates(
     run_dir: Path, *, onset: int, history: History, data: str | None
 ) -> list[CheckpointInfo]:
-    """Return whole checkpoints from well before `onset` and outside earlier trouble, newest first.
+    """Return committed checkpoints well before `onset` and outside earlier trouble, newest first.
 
-    Only those with the fingerprint `data` count: after a change of the data their position would
-    mean other samples.
+    Only checkpoints with the fingerprint `data` count. If the data has changed, the position in a
+    checkpoint refers to different samples.
     """
     latest = onset - STEPS_BEFORE_ONSET
     trouble = [
@@ -65,9 +69,10 @@ def decide(
     last_step: int,
     reason: str,
 ) -> Rollbacks:
-    """Record that the run returns to `target`, then carry it out. The record decides.
+    """Record that the run returns to `target`, then carry out the rollback.
 
-    `last_step` is never skipped: the run ends with it.
+    Once it is recorded, a later start completes it. `last_step` is never skipped, because the run
+    ends with it.
     """
     newer = [info for info in layout.checkpoints(run_dir) if info.step > target.step]
     entry = Rollback(
@@ -87,8 +92,9 @@ def decide(
 
 
 def complete(run_dir: Path) -> None:
-    """Carry out the newest rollback unless that is done: point to its checkpoint, and set aside
-    those it discarded.
+    """Complete the newest recorded rollback, unless it is already complete.
+
+    Point to its target checkpoint, and set aside the checkpoints that it discarded.
     """
     for entry in read(run_dir).entries[-1:]:
         found = layout.checkpoints(run_dir)

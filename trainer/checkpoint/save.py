@@ -1,7 +1,6 @@
-"""One save, from a snapshot to a committed checkpoint: the protocol between the ranks, phase by
-phase.
+"""One save, from a snapshot to a committed checkpoint: the protocol between ranks, phase by phase.
 
-A crash at any point leaves the older checkpoints unchanged, and the new one whole or not there.
+A crash at any point leaves the older checkpoints unchanged, and the new one complete or absent.
 """
 
 import json
@@ -33,46 +32,46 @@ from trainer.runtime import distributed
 from trainer.runtime.distributed import World
 
 GRACE_S = 10.0
-"""Other ranks wait this much longer for an answer than the main rank."""
+"""The other ranks wait this much longer for an answer than the main rank does."""
 MIN_TIMEOUT_S = 0.1
 NO_ANSWER = "gave no answer in time"
 MIN_GROUP_TIMEOUT_S = 60.0
-"""Ranks come to the creation of a group at different times."""
+"""The shortest timeout of a group. Ranks begin to create a group at different times."""
 VISIBLE_WITHIN_S = 60.0
 UNDECIDED = ("ready", "commit")
-"""In these phases a rank without an answer cannot tell whether the main rank commits."""
+"""Phases in which a rank without an answer cannot know whether the main rank commits."""
 
 
 class SaveFailedError(RuntimeError):
-    """The save was given up on all ranks alike; the message names rank and cause."""
+    """The save was given up on all ranks alike. The message names the rank and the cause."""
 
 
 class UnresolvedSaveError(SaveFailedError):
-    """Ranks gave no answer in time, and a checkpoint may or may not exist."""
+    """Some ranks gave no answer in time, and the new checkpoint may or may not exist."""
 
 
 class NoAnswerError(SaveFailedError):
-    """Some ranks did not answer in time, so this rank does not know the outcome; others may."""
+    """Some ranks did not answer in time, so this rank does not know the outcome. Others may."""
 
 
 class Agreement:
-    """Exchanges the reports of the ranks on each phase of a save, with a deadline.
+    """Exchanges the ranks' reports on each phase of a save, with a deadline.
 
-    It has its own gloo group, so that a save may run in the background. A rank that is slow or gone
-    costs a deadline, never a hang: the group is then given up, and `renew` makes another. Creating
-    it is collective.
+    It has its own gloo group, so that a save may run in the background. If a rank is slow or gone,
+    the others wait until the deadline but never hang. They then give up the group, and `renew`
+    creates a new one. Creating an `Agreement` is collective.
     """
 
     def __init__(self, world: World, *, timeout_s: float) -> None:
-        """`timeout_s`: how long a save may take."""
+        """`timeout_s`: the longest time that a save may take."""
         self._world, self._timeout_s = world, timeout_s
         self._group: dist.ProcessGroup | None = None
         self.renew()
 
     def renew(self) -> None:
-        """Make a group unless every rank still has it. Collective, in the thread that trains.
+        """Create a new group unless every rank still has one. Collective, in the training thread.
 
-        One rank may have given up its group, because an answer came too late, while others did not.
+        A rank may have given up its group because of a late answer, while other ranks did not.
         """
         num_without = torch.tensor(float(self._group is None))
         dist.all_reduce(num_without)
@@ -83,11 +82,11 @@ class Agreement:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def agree(self, *, value: Any, error: str | None, deadline: float) -> list[Any]:
-        """Report `value` or `error`; return every rank's value in rank order.
+        """Report `value` or `error`, and return every rank's value in rank order.
 
         `deadline`: a `time.monotonic()` of this rank. Raises `SaveFailedError` on every rank if any
-        rank reported an error, `NoAnswerError` if one reported nothing by the deadline of the main
-        rank.
+        rank reported an error, and `NoAnswerError` if a rank reported nothing by the main rank's
+        deadline.
         """
         reports: list[Any] = [None] * self._world.size
         try:
@@ -106,9 +105,9 @@ class Agreement:
         return [value for value, _ in reports]
 
     def _meet(self, deadline: float) -> None:
-        """Wait for all ranks. At its deadline the main rank knows who is missing.
+        """Wait for all ranks. At its deadline the main rank knows which rank is missing.
 
-        The others wait longer. If the main rank gives up, that ends their waiting too.
+        The other ranks wait longer. If the main rank gives up, they stop waiting too.
         """
         remaining_s = deadline - time.monotonic()
         sign = torch.zeros(1)
@@ -142,7 +141,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 class Saver:
-    """Writes the checkpoints of one run. Creating it, `prepare` and `save` are collective.
+    """Writes the checkpoints of one run. The constructor, `prepare` and `save` are collective.
 
     `save` uses its own process group: each rank may call it in any thread, one save at a time.
     """
@@ -161,8 +160,9 @@ class Saver:
         card: Callable[[Mapping[str, object]], bytes] | None = None,
         timeout_s: float = layout.SAVE_TIMEOUT_S,
     ) -> None:
-        """`model`: sharded; its weights are not read. `keep`: number of checkpoints to keep, None for
-        all. `lock`: the main rank's. `card`: makes the model card of what was measured, by name.
+        """`model`: the sharded model; its weights are not read. `keep`: number of checkpoints to
+        keep, None for all. `lock`: the run lock, on the main rank only. `card`: returns the model
+        card for measured values by name.
         """
         self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
         self.fingerprints, self._lock, self._card = fingerprints, lock, card
@@ -186,10 +186,10 @@ class Saver:
         )
 
     def keep_sources(self) -> None:
-        """Copy what exports take from the model directory, so that no save reads it. Collective.
+        """Copy the tensors that exports take from the model directory. Collective.
 
-        Raises on all ranks alike: `CannotWriteError` if a copy cannot be made, `ConfigError` if a
-        file cannot be read.
+        After this, no save reads that directory. Raises the same error on all ranks:
+        `CannotWriteError` if a copy cannot be made, `ConfigError` if the files have changed.
         """
         error: ConfigError | CannotWriteError | None = None
         try:
@@ -204,16 +204,17 @@ class Saver:
             raise found
 
     def size_bytes(self, state: Any) -> int:
-        """Return the size of a checkpoint with `state` (nested tensors) in the shards of each rank."""
+        """Return the size of a checkpoint in bytes. `state`: the nested tensors of this rank."""
         return shards.num_bytes(state) * self.world.size + self._plan.num_bytes
 
     def prepare(self) -> None:
-        """Call this before each `save`, in the thread that trains."""
+        """Prepare for a `save`. Call this before each one, in the training thread."""
         self._agreement.renew()
 
     def save(self, snapshot: Snapshot) -> int:
-        """Write and commit; return the size of the checkpoint in bytes. Raises `SaveFailedError` on
-        all ranks alike.
+        """Write and commit a checkpoint, and return its size in bytes.
+
+        Raises `SaveFailedError` on all ranks alike.
         """
         self._deadline = time.monotonic() + self._timeout_s
         try:
@@ -224,21 +225,22 @@ class Saver:
                 "export", lambda: self._write_export(staging, snapshot, shard_files)
             )
             records = [*shard_files, *chain.from_iterable(exported)]
-            # An error before all ranks are ready fails the save on every rank: the main rank has
-            # not committed yet.
+            # If an error occurs before all ranks are ready, the save fails on every rank, because
+            # the main rank has not committed yet.
             self._together("ready", lambda: None)
             sizes = self._together("commit", lambda: self._commit(staging, snapshot, records))
             return int(sizes[0])
         except SaveFailedError:
-            # Only its own directory: a run that has taken over may be writing.
+            # Remove only this run's directory: a run that has taken over may be writing.
             if self.world.is_main and self._staging is not None:
                 with suppress(OSError):
                     fsio.remove_tree(self._staging)
             raise
 
     def _together(self, phase: str, action: Callable[[], Any]) -> list[Any]:
-        """Run `action` on every rank and wait for all. Return their values, or raise the same error
-        everywhere.
+        """Run `action` on every rank, wait for all ranks, and return their values in rank order.
+
+        An error on any rank raises `SaveFailedError` on every rank.
         """
         fsio.phase(f"{phase}.begin")
         value, error = None, None
@@ -261,7 +263,7 @@ class Saver:
         return values
 
     def _open(self, snapshot: Snapshot) -> str | None:
-        """On the main rank, make the directory that all ranks write into; return its name."""
+        """On the main rank, create the directory that all ranks write into, and return its name."""
         if not self.world.is_main:
             return None
         self.require_lock()
@@ -289,8 +291,9 @@ class Saver:
     def _write_export(
         self, staging: Path, snapshot: Snapshot, written: list[FileRecord]
     ) -> list[FileRecord]:
-        """Write this rank's share of the files of weights, made from the shards of all ranks. The
-        main rank adds the other files.
+        """Write this rank's share of the exported weight files, made from the shards of all ranks.
+
+        The main rank adds the other files.
         """
         world = self.world
         needed = [layout.model_file(world.size, rank) for rank in range(world.num_shards)]
@@ -332,8 +335,9 @@ class Saver:
         return sum(record.size_bytes for record in records)
 
     def _await_files(self, staging: Path, records: list[FileRecord]) -> None:
-        """Wait no longer than the save may take: a late rank must not wait for files that the
-        others gave up.
+        """Wait until the files are visible, but no longer than the save may take.
+
+        A late rank must not wait for files that the other ranks have given up.
         """
         deadline = min(self._deadline, time.monotonic() + VISIBLE_WITHIN_S)
         fsio.await_files(staging, records, deadline=deadline)

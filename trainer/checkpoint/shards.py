@@ -1,8 +1,7 @@
-"""Sharded state on disk: one file per rank and kind, which any number of ranks can read; and whole
-tensors in safetensors.
+"""Sharded state on disk, in one file per rank and kind, and whole tensors in safetensors files.
 
-A tensor sharded over S ranks along dim 0 gives rank i the rows [i*c, (i+1)*c) with c = ceil(rows /
-S), as FSDP2 does.
+Any number of ranks can read the shard files. If a tensor is sharded over S ranks along dim 0, rank
+i holds the rows [i*c, (i+1)*c) with c = ceil(rows / S), as in FSDP2.
 """
 
 import hashlib
@@ -30,23 +29,30 @@ from trainer.config import ConfigError
 from trainer.model.adapter_names import is_adapter
 from trainer.model.weights import StoredTensor, bytes_of, stored_in
 
-# torch warns for every file that its mesh has no process group here. Only the local tensors are used.
+# torch warns for every file that its mesh has no process group in this process. Only the local
+# tensors are used.
 logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
 
 
 class CorruptShardError(ConfigError):
-    """A shard file lacks what the checkpoint needs; the message names file and tensor. Exit code 2."""
+    """A shard file is unreadable or lacks data that is needed. Exit code 2.
+
+    The message names the file or the tensor.
+    """
 
 
 def write_torch(path: Path, value: Any, *, root: Path) -> FileRecord:
-    """`torch.save` into a new file of the unfinished checkpoint at `root`."""
+    """Save `value` with `torch.save` to a new file of the unfinished checkpoint at `root`."""
     with HashingFile(path, root=root) as file:
         torch.save(value, cast(IO[bytes], file))
     return file.record
 
 
 def read_torch(path: Path) -> Any:
-    """Load without executing pickled code. Tensors stay on disk until they are used."""
+    """Load a file without executing pickled code. Tensors stay on disk until they are used.
+
+    Raises `CorruptShardError` if the file cannot be read.
+    """
     try:
         return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except MemoryError:
@@ -61,15 +67,19 @@ def read_torch(path: Path) -> Any:
 
 
 def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Return the parameters in a checkpoint: all, or only the adapters, whose base never changes."""
+    """Return the parameters that a checkpoint holds: only the adapters if there are any, else all.
+
+    The base weights below adapters never change.
+    """
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
     return adapters or named
 
 
 def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong to the weights, equal on all ranks; not those that
-    transformers computes at each start.
+    """Return the model's persistent buffers, which are equal on all ranks.
+
+    Buffers that transformers computes at each start are not among them.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
@@ -78,7 +88,7 @@ def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def num_bytes(tree: Any) -> int:
-    """Return the memory of all local tensors in nested containers; shared memory counts once."""
+    """Return the bytes of all local tensors in nested containers. Shared memory counts once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in local_tensors(tree)}.values())
 
 
@@ -90,8 +100,9 @@ def local_tensors(tree: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Shards:
-    """A saved sharded part: its `state_dict` on each rank of one whole copy. The files are mapped:
-    only what is read takes memory.
+    """A saved sharded part: its `state_dict` on each rank that holds a shard of one full copy.
+
+    The files are memory-mapped: only tensors that are read take memory.
     """
 
     directory: Path
@@ -110,13 +121,19 @@ class Shards:
         return [part[name] for part in self.parts]
 
     def whole(self, name: str) -> Tensor:
-        """Raises `CorruptShardError` if the pieces do not make up the tensor."""
+        """Return the whole tensor.
+
+        Raises `CorruptShardError` if its pieces do not fit together.
+        """
         pieces = list(_rows(self.entries(name), name))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def as_shard(parameter: Tensor, like: DTensor) -> Tensor:
-    """Return a parameter that FSDP left alone, since each rank holds it whole, as its only shard."""
+    """Return a parameter as a DTensor.
+
+    FSDP leaves a parameter unsharded if each rank holds all of it; it is returned as its own shard.
+    """
     if isinstance(parameter, DTensor):
         return parameter
     return DTensor.from_local(
@@ -125,8 +142,9 @@ def as_shard(parameter: Tensor, like: DTensor) -> Tensor:
 
 
 def compact(value: Any) -> Any:
-    """Return a tensor without autograd, and without the padding after an uneven shard, which would
-    be saved too.
+    """Return a tensor without autograd and without the padding after an uneven shard.
+
+    The padding would otherwise be saved too.
     """
     if not isinstance(value, DTensor):
         return value.detach() if isinstance(value, Tensor) else value
@@ -137,8 +155,9 @@ def compact(value: Any) -> Any:
 
 
 def with_local(value: DTensor, local: Tensor) -> DTensor:
-    """Return the same shard with other memory. `DTensor.from_local` would move it to the device of
-    the mesh.
+    """Return a DTensor like `value` whose local tensor is `local`.
+
+    `DTensor.from_local` would move it to the device of the mesh.
     """
     return DTensor(local, value._spec, requires_grad=False)
 
@@ -149,8 +168,8 @@ def copy_slice(
 ) -> None:
     """Fill this rank's part of `live` from the pieces in `saved`, which are in rank order.
 
-    key: the configuration key of the dtype of `live`. may_round: a frozen parameter is held in its
-    compute dtype, whatever it was saved in.
+    key: the configuration key of the dtype of `live`. may_round: allow a loss of precision, because
+    a frozen parameter is held in its compute dtype whatever dtype it was saved in.
     """
     if tuple(saved[0].shape) != tuple(live.shape):
         raise CorruptShardError(
@@ -171,7 +190,7 @@ def copy_slice(
         _, (first, *_) = compute_local_shape_and_global_offset(
             live.shape, live.device_mesh, live.placements
         )
-    else:  # FSDP left it alone, since each rank holds it whole
+    else:  # FSDP left it unsharded, since each rank holds all of it
         local, first = live, 0
     for rows in _rows(saved, name, first, first + len(local)):
         local[: len(rows)].copy_(rows)
@@ -181,7 +200,7 @@ def copy_slice(
 def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -> Iterator[Tensor]:
     """Yield rows `begin` to `end` of a tensor as views of its pieces, which are in rank order.
 
-    Only the local tensors are used: the mesh in a file belongs to the run that saved it.
+    Only the local tensors are used, because the mesh in a file is that of the run that saved it.
     """
     if not isinstance(saved[0], DTensor):
         raise CorruptShardError(f"'{name}' is not a sharded tensor")
@@ -206,7 +225,7 @@ def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -
 
 
 _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
-"""Names in the header of a safetensors file."""
+"""Dtype names in the header of a safetensors file."""
 
 
 def write_tensors(
@@ -214,7 +233,8 @@ def write_tensors(
 ) -> FileRecord:
     """Write a new safetensors file in the unfinished directory at `root`, and read it back.
 
-    layout: name -> tensor without memory, in the order of `tensors`.
+    layout: name -> tensor without memory, in the order of `tensors`. Raises `OSError` if the file
+    reads back differently.
     """
     digests = {}
     with HashingFile(path, root=root) as file:
@@ -229,7 +249,7 @@ def write_tensors(
 
 
 def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Return tensors without memory, in the shapes and dtypes of stored ones."""
+    """Return tensors without memory that have the shapes and dtypes of the stored tensors."""
     return {
         name: torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.dtype], device="meta")
         for name, tensor in tensors.items()
@@ -237,9 +257,9 @@ def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 
 
 def copied(tensors: Mapping[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
-    """Copy tensors into a nameless file in `directory`, which nobody else can change.
+    """Copy tensors into an unlinked file in `directory`, which no other process can change.
 
-    It stays readable while this process lives. Raises `OSError`.
+    The file stays readable while this process lives. Raises `OSError` if the copy fails.
     """
     path = fsio.temporary_path(directory / "model")
     try:
@@ -252,8 +272,10 @@ def copied(tensors: Mapping[str, StoredTensor], directory: Path) -> dict[str, St
 
 
 def _header(layout: Mapping[str, Tensor]) -> bytes:
-    """Return the length (8 bytes, little-endian) and the JSON table of a safetensors file, padded to
-    a multiple of 8.
+    """Return the header of a safetensors file.
+
+    It consists of the table's length (8 bytes, little-endian) and the JSON table, padded to a
+    multiple of 8 bytes.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -268,7 +290,7 @@ def _header(layout: Mapping[str, Tensor]) -> bytes:
 
 
 def _read_back(path: Path, layout: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> None:
-    """Compare every tensor that a reader finds in a file with what was written."""
+    """Compare every tensor in a file with the tensor that was written. Raises `OSError`."""
     with safe_open(path, framework="pt") as reader:
         if set(reader.keys()) != set(digests):
             raise OSError(f"{path}: read back other tensors than were written")

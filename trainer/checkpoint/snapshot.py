@@ -1,4 +1,4 @@
-"""The state of one step that a save writes: live, or copied so that training may continue."""
+"""The state of one step for a save: either live, or copied so that training may continue."""
 
 import mmap
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from trainer.checkpoint.shards import with_local
 from trainer.runtime.progress import History, Position
 
 ALIGNMENT_BYTES = 64
-"""torch aligns host memory to this too."""
+"""Alignment of each tensor, the same that torch uses for host memory."""
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device of the process."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The part of one rank in the checkpoint of `position.step`.
+    """One rank's share of the checkpoint of `position.step`.
 
-    model, optim, extra: contents of this rank's files; data: of `data.pt`.
+    model, optim, extra: contents of this rank's files; data: contents of `data.pt`.
     """
 
     position: Position
@@ -38,16 +38,16 @@ class Snapshot:
 
 
 class HostBuffers:
-    """Memory for one copied state: one block of its size, kept from save to save, page-locked if
-    the state is on a GPU.
+    """Host memory for one copy of the state, reused for every save.
 
-    torch's own page-locked memory comes in powers of two, up to twice the size of the tensors.
-    Copies from a GPU run on their own stream, parallel to the computation. Forward and backward
-    passes do not change the state; an update waits for the copies.
+    It is a single block of exactly the needed size, page-locked if the state is on a GPU. torch
+    rounds its own page-locked allocations up to powers of two, which can double the size. Copies
+    from a GPU run on their own stream, parallel to the computation. Forward and backward passes do
+    not change the state; an update waits for the copies.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: where the state is; the CPU also if it is offloaded to host memory."""
+        """`device`: the device that holds the state; the CPU if the state is offloaded to it."""
         self._device = device
         self._shapes: list[tuple[torch.dtype, torch.Size]] = []
         self._buffers: list[Tensor] = []
@@ -55,7 +55,7 @@ class HostBuffers:
         self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
         self._copied: list[Tensor] = []
-        """Keeps tensors alive that have no other owner, until their copies are complete."""
+        """Tensors kept alive until their copies are complete, since some have no other owner."""
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         parts = {part: getattr(snapshot, part) for part in ("model", "optim", "extra")}
@@ -66,7 +66,7 @@ class HostBuffers:
             self._allocate(shapes)
         copies = dict(zip(live, self._buffers, strict=True))
         if self._device.type == "cuda":
-            # The copies start once the computation queued so far is done.
+            # The copies start once the computation that is already queued is done.
             self._stream = self._stream or torch.cuda.Stream(self._device)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -79,13 +79,13 @@ class HostBuffers:
     def wait_until_ready(self) -> None:
         """Block the calling thread, not the device, until the last copy is complete."""
         if self._ready is not None:
-            # A new thread is on device 0, and would open a context there.
+            # A new thread starts on device 0, and would create a CUDA context on it.
             torch.cuda.set_device(self._device)
             self._ready.synchronize()
             self._copied = []
 
     def before_update(self) -> None:
-        """Let the device, not the host, wait for the last copy."""
+        """Make the device, not the host, wait for the last copy."""
         if self._ready is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
 
@@ -99,7 +99,7 @@ class HostBuffers:
             starts.append(size_bytes)
             size_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         block = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Loader workers, forked after a rollback, do not need it.
+        # Loader workers that are forked after a rollback do not need the block.
         block.madvise(mmap.MADV_DONTFORK)
         if self._device.type == "cuda":
             whole = torch.frombuffer(block, dtype=torch.uint8)
@@ -121,19 +121,19 @@ def _check(status: Any, action: str) -> None:
 
 
 def _tensor_in(block: mmap.mmap, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return a tensor with a storage of exactly its size: `torch.save` writes whole storages."""
+    """Return a tensor whose storage has exactly its size. `torch.save` writes whole storages."""
     if not shape.numel():
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=start).view(shape)
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors that share memory, such as a tied head."""
+    """Return a key that is equal for tensors with shared memory, such as a tied head."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change every local tensor in nested containers."""
+    """Return nested containers with every local tensor replaced by `change` of it."""
 
     def changed(tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):

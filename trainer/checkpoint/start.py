@@ -1,5 +1,6 @@
-"""Decide where a run begins, and verify its checkpoint, before a model is built. The main rank
-decides; the others follow.
+"""Decide where a run begins, and verify its checkpoint, before a model is built.
+
+The main rank decides; the other ranks follow.
 """
 
 import logging
@@ -37,8 +38,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Start:
-    """`checkpoint`: what to continue from, verified; None for a new run. `lock`: held by the main
-    rank. `is_complete`: the run has ended, and nothing is left to do.
+    """The point where a run begins.
+
+    `checkpoint`: the verified checkpoint to continue from; None for a new run. `is_complete`: True
+    if the run has already ended, with nothing left to do. `lock`: the run lock on the main rank.
     """
 
     checkpoint: CheckpointInfo | None
@@ -46,7 +49,7 @@ class Start:
     lock: RunLock | None
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of this run, for its checkpoints."""
+    """Fingerprints of this run, which its checkpoints record."""
 
     @property
     def position(self) -> Position:
@@ -63,12 +66,13 @@ def decide_start(
 ) -> Start:
     """Decide where to begin. Collective.
 
-    `fingerprints`: of this run; `selection`: the result of `choose`. `total_steps`: number of steps
-    of the whole run, if it continues from there.
+    `fingerprints`: those of this run; `selection`: the result of `choose`; `total_steps`: number of
+    steps of the whole run, if it continues from the selected checkpoint.
 
-    For a run that has ended nothing is written, not even the lock. A run that was killed at its end
-    continues with no step left, and ends again. Raises on every rank alike: `ConfigError` for a run
-    that cannot be continued as configured, `CannotWriteError`.
+    If the run has already ended, nothing is written, not even the lock. A run that was killed while
+    it ended continues with no steps left, and ends again. Raises the same error on every rank:
+    `ConfigError` for a run that cannot be continued as configured, `CannotWriteError` if the run
+    directory cannot be written.
     """
     last = selection.chosen
     if last is not None and _is_complete(config, last, total_steps, world):
@@ -85,7 +89,7 @@ def decide_start(
 def _begin(
     config: TrainerConfig, fingerprints: Mapping[str, str], world: World, lock: RunLock
 ) -> Start:
-    """Decide under the lock, which the main rank takes first."""
+    """Decide where to begin while the main rank holds the lock, which it takes first."""
     run_dir = Path(config.default_local_dir)
 
     def take_run_dir() -> None:
@@ -115,9 +119,9 @@ def _begin(
 def _is_complete(
     config: TrainerConfig, last: CheckpointInfo, total_steps: int, world: World
 ) -> bool:
-    """Return True if a run has ended with `last` and left everything in order.
+    """Return True if a run ended cleanly with the checkpoint `last`.
 
-    The manifest is read before the files are verified, which takes long.
+    The step is checked first, because verifying the files takes long.
     """
     run_dir = Path(config.default_local_dir)
     end = on_main(lambda: finished.read(last.path), run_dir, world)
@@ -134,14 +138,17 @@ def _is_complete(
 
 
 def _is_own(checkpoint: CheckpointInfo, run_dir: Path) -> bool:
-    """Return False for a checkpoint in another run directory."""
+    """Return True if the checkpoint is in this run's directory."""
     return checkpoint.path.resolve().parent == run_dir.resolve()
 
 
 def _first_verified(
     candidates: tuple[CheckpointInfo, ...], run_dir: Path, world: World
 ) -> CheckpointInfo | None:
-    """Return the first candidate without damage; damaged ones of this run are set aside."""
+    """Return the first undamaged candidate. Damaged checkpoints of this run are set aside.
+
+    Raises `NoUsableCheckpointError` if every candidate is damaged.
+    """
     for candidate in candidates:
         problems = verify(candidate, world)
         if not problems:
@@ -164,13 +171,14 @@ def choose(config: TrainerConfig, world: World) -> Selection:
 
 
 def position_of(checkpoint: CheckpointInfo | None) -> Position:
-    """Return the position that a run continues from."""
+    """Return the position from which a run continues."""
     return Position() if checkpoint is None else _manifest(checkpoint).position
 
 
 def on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
-    """Run `action` on the main rank and return its result, or raise its error, on every rank. Errors
-    of the disk become `CannotWriteError`. Collective.
+    """Run `action` on the main rank, and return its result or raise its error on every rank.
+
+    An `OSError` becomes a `CannotWriteError`. Collective.
     """
     outcome: list[Any] = [None, None]
     if world.is_main:
@@ -188,8 +196,9 @@ def on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
 
 
 def _require_shared(run_dir: Path, world: World) -> None:
-    """Raise `ConfigError` unless every rank sees what the main rank writes. Otherwise shards would
-    be scattered over machines. Collective.
+    """Raise `ConfigError` unless every rank sees the files that the main rank writes. Collective.
+
+    Otherwise the shards would be scattered over the machines.
     """
     name = f"{layout.STAGING_PREFIX}probe.{secrets.token_hex(4)}"
 
@@ -213,9 +222,9 @@ def _require_shared(run_dir: Path, world: World) -> None:
 
 
 def verify(candidate: CheckpointInfo, world: World) -> list[str]:
-    """Return what is wrong with a checkpoint; each rank reads its share. Collective.
+    """Return the problems found in a checkpoint. Each rank reads its share. Collective.
 
-    A damaged export is only logged, since no resume needs it.
+    A damaged export is only logged, since a resume does not need it.
     """
     own = verify_files(candidate.path, _manifest(candidate), share=(world.rank, world.size))
     reports = distributed.gather(own)

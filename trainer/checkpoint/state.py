@@ -1,14 +1,13 @@
-"""The state that survives a restart: a dictionary of named parts, which save, resume and rollback
-use alike.
+"""The state that survives a restart: a dictionary of named parts for save, resume and rollback.
 
-The name of a part decides where it is kept: `model` and `optimizer` each in a file of shards, `data`
-in a file that belongs to no rank, every other part in the extra state of each rank.
+The name of a part decides where it is kept. `model` and `optimizer` have their own shard file on
+each rank, `data` has one file for all ranks, and every other part is in each rank's extra state.
 
-On another number of ranks, a resume gives every rank the extra state of rank 0. That is right for a
-part whose state is equal on all ranks, which each save checks, and for one whose state on rank 0
-counts. A class that sets `state_of = OWN` has a different state on each rank: it continues on the
-same ranks only. A class that sets `is_sharded` has DTensors by name, which any number of ranks
-shards again.
+With a different number of ranks, a resume gives every rank the extra state of rank 0. This suits a
+part whose state is equal on all ranks, which each save checks, and a part for which only the state
+on rank 0 counts. A class that sets `state_of = OWN` has a different state on each rank, and
+continues only on the same ranks. The state of a class that sets `is_sharded` maps names to
+DTensors, which can be resharded to any number of ranks.
 """
 
 import hashlib
@@ -35,12 +34,14 @@ logger = logging.getLogger(__name__)
 APART = ("model", "optimizer", "data")
 """Parts that have their own files."""
 SEEDED = ("rng",)
-"""Parts that differ by rank and may get lost: each step seeds them again."""
+"""Parts that differ by rank and need not be kept, because each step seeds them again."""
 
 
 class Stateful(Protocol):
-    """A part that survives a restart. Its class may set `state_of` (default `ALL`, see
-    `trainer.runtime.progress`) and `is_sharded` (default False).
+    """A part that survives a restart.
+
+    Its class may set `state_of` (default `ALL`, see `trainer.runtime.progress`) and `is_sharded`
+    (default False).
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -52,7 +53,10 @@ State = Mapping[str, Stateful]
 
 
 def read_shards(checkpoint: CheckpointInfo, file_of: Callable[[int, int], str]) -> Shards:
-    """Read the files of one whole copy; `file_of`: a function of `layout` that names them."""
+    """Read the shard files that make up one complete copy of the state.
+
+    `file_of`: the function of `layout` that names the files.
+    """
     assert checkpoint.manifest is not None, "it is committed"
     size, ranks = checkpoint.manifest.world_size, range(checkpoint.manifest.num_shards)
     return Shards.read(checkpoint.path, [file_of(size, rank) for rank in ranks])
@@ -61,7 +65,7 @@ def read_shards(checkpoint: CheckpointInfo, file_of: Callable[[int, int], str]) 
 class ModelShards:
     """The parameters in a checkpoint: {name: this rank's shard as a DTensor}.
 
-    A tied head has both names, and is written once.
+    A tied head appears under both of its names, but is written once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,7 +81,10 @@ class ModelShards:
         return {name: pieces[parameter] for name, parameter in named.items()}
 
     def load_state_dict(self, state_dict: Shards) -> None:
-        """Raises `ConfigError` if the checkpoint has adapters for layers that have none now."""
+        """Load the parameters.
+
+        Raises `ConfigError` if the checkpoint has adapters for layers without adapters in this run.
+        """
         parameters = shards.saved_parameters(self.model)
         unknown = state_dict.parts[0].keys() - parameters.keys()
         if lost := sorted(name for name in unknown if is_adapter(name)):
@@ -93,8 +100,10 @@ class ModelShards:
 
 
 class OptimizerShards:
-    """{"state": {parameter name: {step, exp_avg, exp_avg_sq}}, "param_groups": [{...,
-    "param_names": [...]}]}. Rates and decay stay as configured now.
+    """The optimizer's state: {"state": {parameter name: {step, exp_avg, exp_avg_sq}},
+    "param_groups": [{..., "param_names": [...]}]}.
+
+    Loading keeps the learning rates and weight decay of the current configuration.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -133,9 +142,7 @@ class OptimizerShards:
 
 
 class WeightBuffers:
-    """Buffers that belong to the weights. They are not among the shards: every rank holds them
-    whole.
-    """
+    """The model's persistent buffers. They are not sharded: every rank holds them in full."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -161,10 +168,9 @@ def rank_state(state: State, step: int) -> dict[str, Any]:
 
 
 def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> None:
-    """Raise `ConfigError` on all ranks for an extra state that another number of ranks could not
-    load. Collective.
+    """Raise `ConfigError` on all ranks if another number of ranks could not load the extra state.
 
-    `extra`: the result of `rank_state` on this rank.
+    `extra`: the result of `rank_state` on this rank. Collective.
     """
     common, unfit = {}, []
     for name in sorted(extra.keys() & state.keys() - {*SEEDED}):
@@ -207,7 +213,7 @@ def is_sharded(part: Stateful) -> bool:
 def _digest(value: Any) -> str:
     """Return a digest that is equal for equal nested containers of tensors and plain values.
 
-    DTensors, which differ by rank, do not count.
+    DTensors are left out, because they differ by rank.
     """
     digest = hashlib.blake2b(digest_size=16)
     leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
@@ -226,7 +232,7 @@ def _digest(value: Any) -> str:
 def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
     """Load a verified checkpoint into all parts of `state`.
 
-    Raises `ConfigError` if it belongs to another model.
+    Raises `ConfigError` if the checkpoint is from a different model.
     """
     assert checkpoint.manifest is not None, "it is committed"
     path, manifest = checkpoint.path, checkpoint.manifest
@@ -252,7 +258,7 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
                 f"trainer.experiment_name, model.partial_pretrain={path}/huggingface"
             )
         if is_sharded(part):
-            # The rows of one rank may be in the files of several.
+            # The rows of one rank may be in the files of several ranks.
             files = read_shards(checkpoint, layout.extra_file)
             pieces = Shards(path, [saved[name] for saved in files.parts])
             extra[name] = {key: torch.empty_like(value) for key, value in part.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Any storage that fsspec reaches, as files below one URL."""
+"""Access to any storage that fsspec supports, as files below one URL."""
 
 import time
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ KEY = "trainer.checkpoint.mirror"
 
 
 class StorageError(Exception):
-    """The storage refused or did not answer; the message names the attempt and the cause.
+    """The storage refused or did not answer. The message names the operation and the cause.
 
-    `is_refusal`: no permission, or no such bucket: another try will not help.
+    `is_refusal`: True if a retry will not help, as without permission or for a missing bucket.
     """
 
     def __init__(self, message: str, *, is_refusal: bool = False) -> None:
@@ -33,11 +33,11 @@ class StorageError(Exception):
 
 
 class SilentError(StorageError):
-    """The storage neither answers nor fails."""
+    """The storage has neither answered nor failed within the time limit."""
 
 
 def require_usable(url: str) -> None:
-    """Raise `ConfigError` for a wrong URL or a missing package. Nothing is imported or connected."""
+    """Raise `ConfigError` for a wrong URL or a missing package. Imports and connects to nothing."""
     protocol, mark, path = url.partition("://")
     problem = ""
     if not mark or not path.strip("/"):
@@ -60,7 +60,7 @@ def require_usable(url: str) -> None:
 
 
 def count_files(url: str, *, within_s: float) -> int:
-    """Return the number of files in a storage. Raises `ConfigError`, `StorageError`."""
+    """Return the number of files below a URL. Raises `ConfigError`, `StorageError`."""
     listed = begun(lambda: Storage(url).sizes())
     if not wait([listed], timeout=within_s).done:
         raise SilentError(f"{url} did not answer within {within_s:.0f} s")
@@ -68,10 +68,10 @@ def count_files(url: str, *, within_s: float) -> int:
 
 
 class Storage:
-    """Files by their names below `url`. Methods raise `StorageError`; threads may share one."""
+    """The files below `url`, by name. Methods raise `StorageError`. Threads may share a storage."""
 
     def __init__(self, url: str, file_system: AbstractFileSystem | None = None) -> None:
-        """`file_system` replaces the one that fsspec finds. Raises `ConfigError`."""
+        """`file_system` replaces the file system that fsspec finds. Raises `ConfigError`."""
         require_usable(url)
         self.url, self.answered_at = url.rstrip("/"), time.monotonic()
         options = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -82,7 +82,7 @@ class Storage:
             self._fs = file_system or found
 
     def sizes(self) -> dict[str, int]:
-        """Return every file and its size in bytes; nothing is cached."""
+        """Return the size in bytes of every file by name. Nothing is cached."""
         with self._translated("list"):
             self._fs.invalidate_cache()
             try:
@@ -113,7 +113,7 @@ class Storage:
             self._settle(name)
 
     def fetch(self, name: str, file: HashingFile) -> None:
-        """Write the content to `file`; errors of the local disk stay `OSError`."""
+        """Write the content to `file`. Errors of the local disk remain `OSError`."""
         with self._translated("read", name):
             reader = self._fs.open(self._path(name), "rb")
         with reader:
@@ -135,7 +135,7 @@ class Storage:
         return f"{self._root}/{name}"
 
     def _settle(self, name: str) -> None:
-        """Sync a local file; object storages keep what they accepted."""
+        """Sync a file on a local disk. Object storage is durable once it accepts a file."""
         if isinstance(self._fs, LocalFileSystem):
             sync(Path(self._path(name)))
             sync(Path(self._path(name)).parent)
@@ -145,7 +145,7 @@ class Storage:
 
     @contextmanager
     def _translated(self, verb: str, name: str = "") -> Iterator[None]:
-        """Turn every error of a library into `StorageError`."""
+        """Turn every error into a `StorageError`."""
         try:
             yield
             self._note_answer()

@@ -1,6 +1,4 @@
-"""Measure where the time of a step goes: phases that add up to its wall time, and on request a file
-that shows them.
-"""
+"""Measure how a step's wall time divides into phases, and optionally write the phases to a file."""
 
 import json
 import logging
@@ -15,13 +13,14 @@ import torch
 
 logger = logging.getLogger(__name__)
 ON_DEVICE = ("shard", "forward", "backward", "optimizer")
-"""Phases that the device works through on its own; the others are the host's."""
+"""Phases whose time is measured on the device. The other phases are measured on the host."""
 DIRECTORY = "trace"
 
 
 class TraceFile:
-    """`trace/rank_N.json` for Perfetto: an array with one span a line, which is never closed, as
-    the format allows. After an error nothing more is written.
+    """`trace/rank_N.json` for Perfetto: a JSON array with one span per line.
+
+    The array is never closed, which the format allows. After an error nothing more is written.
     """
 
     def __init__(self, run_dir: Path, *, rank: int) -> None:
@@ -59,11 +58,11 @@ class _Mark(NamedTuple):
 
 
 class PhaseClock:
-    """Assigns the time between two marks to the phase of the second one.
+    """Assigns the time between two marks to the phase of the second mark.
 
-    On CUDA the host runs ahead of the device, so phases of the device are measured by events. They
-    are read in `lap`, which the caller reaches after it has waited for the device anyway. At the
-    first mark of a step the device is idle.
+    On CUDA the host runs ahead of the device, so CUDA events measure the phases of the device.
+    `lap` reads the events; the caller has already waited for the device by then. At the first mark
+    of a step the device is idle.
     """
 
     def __init__(self, device: torch.device, *, trace: TraceFile | None = None) -> None:
@@ -72,7 +71,7 @@ class PhaseClock:
         self.begin()
 
     def begin(self) -> None:
-        """Start a step: the time since the last mark belongs to no step."""
+        """Start a step. The time since the last mark counts towards no step."""
         self._marks = []
         self.mark("")
 
@@ -84,12 +83,13 @@ class PhaseClock:
         self._marks.append(_Mark(phase, time.perf_counter(), event))
 
     def exclude(self) -> None:
-        """Count the time since the last mark (a validation, a save) to no step."""
+        """Count the time since the last mark (such as a validation or a save) towards no step."""
         self.mark("")
 
     def lap(self) -> defaultdict[str, float]:
-        """Return the seconds by phase (0 without a mark) of the step that ends here, `other` for the rest, and their
-        sum as `step`. The next step begins here.
+        """End the step, and return its seconds by phase (0 without a mark). The next step begins.
+
+        `other` is the time outside the named phases, and `step` is the step's wall time.
         """
         self.mark("other")
         seconds: defaultdict[str, float] = defaultdict(float)

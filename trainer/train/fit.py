@@ -1,5 +1,6 @@
-"""From the first step to the exit code: steps, validations, saves and rollbacks in
-the order they happen.
+"""The training loop, from the first step to the exit code.
+
+It runs steps, validations, saves and rollbacks.
 """
 
 import logging
@@ -23,7 +24,7 @@ def fit(run: Run) -> int:
     with run.stop.deferred():
         while (exit_code := _train(run)) is None:
             logger.info("continuing at step %d", run.batches.step + 1)
-        # durations of the save and the validation that ended the run are known after the last row
+        # the durations of the last save and validation are known only after the last row
         step = run.batches.step
         if rest := {**metrics.take_for_row(), **run.checkpoints.take_metrics(step)}:
             run.log(rest, step, kind="end")
@@ -59,7 +60,10 @@ def _train(run: Run) -> int | None:
 
 
 def _settle_debts(run: Run) -> int | None:
-    """Run a validation that the loaded checkpoint owes. Return the exit code if the run ends here."""
+    """Run the validation that the loaded checkpoint still owes, if any.
+
+    Returns the exit code if the run ends here, otherwise None.
+    """
     step = run.batches.step
     if run.loop.owes_validation:
         validate(run, step)
@@ -74,7 +78,7 @@ def _settle_debts(run: Run) -> int | None:
 
 
 def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
-    """Validate and save if due. Return the exit code if the run ends here."""
+    """Validate and save if due. Return the exit code if the run ends after this step, or None."""
     is_last = step >= run.batches.last_step
     if is_last or is_due(run.test_freq, step):
         is_last |= validate(run, step)
@@ -94,7 +98,7 @@ def _stopped(run: Run, step: int) -> int:
 
 def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
     """Save the state after the step of `row`. `is_required`: the run ends with this save."""
-    # a save in the background, and all attempts of the last one
+    # the limit covers a save in the background and all attempts of the last save
     run.heartbeat.enter("save", limit_s=4 * SAVE_TIMEOUT_S + run.hang_timeout_s)
     run.checkpoints.save(
         run.batches.position,
@@ -109,7 +113,8 @@ def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
 def _roll_back(run: Run, onset: int, reason: str) -> bool:
     """Load the newest good checkpoint well before step `onset`, and skip the batches around it.
 
-    Collective. Return False if there is none. A crash at any point leaves a run that continues.
+    Returns False if there is no such checkpoint. After a crash at any point, the run can continue.
+    Collective.
     """
     run.heartbeat.enter("rollback", limit_s=SAVE_TIMEOUT_S + run.hang_timeout_s)
     step = run.batches.step
@@ -135,8 +140,10 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
 
 @torch.no_grad()
 def validate(run: Run, step: int) -> bool:
-    """Measure, log and judge the model after `step` over every validation sample, token-weighted.
-    Return whether the run ends early. A stop request before the end leaves the validation owed.
+    """Measure and log the token-weighted loss over all validation samples after `step`.
+
+    Returns True if the run ends early. If a stop request interrupts the validation, the run still
+    owes it, and the next start runs it first.
     """
     batches = run.validation_batches
     run.loop.owes_validation = batches is not None

@@ -1,8 +1,8 @@
-"""Decide what to do about an abnormal step or validation; `trainer.train.detection` finds what is
-abnormal.
+"""Decide what to do about abnormal steps and validations, which `trainer.train.detection` finds.
 
-The guard sees only values that are equal on all ranks bit by bit, so every rank decides alike. The
-number of decisions travels with each step's packet: a rank that decided differently is found at once.
+The guard sees only values that are bit-equal on all ranks, so every rank makes the same decisions.
+Each step's packet contains the number of decisions: a rank that decided differently is found at
+once.
 """
 
 from collections import deque
@@ -18,19 +18,22 @@ from trainer.train.packet import Values
 from trainer.train.parts import Decision, Part, StepResult
 
 NUM_EARLY_STEPS = 100
-"""A run that has learned nothing by then never did, and is stopped."""
+"""Steps within which a run that learns nothing is stopped. Later, only a warning follows."""
 NONFINITE_LIMITS = ((5, 5), (10, 200))
-"""(number, window in steps): the run gives up at so many steps without a finite loss and gradient
-within a window. Their updates are skipped in any case.
+"""(number, window in steps): the run gives up after this number of steps without a finite loss and
+gradient within the window. The updates of such steps are skipped in any case.
 """
 MAX_ROLLBACKS = 3
 MAX_EPISODES = 100
 COUNTS = ("num_skipped", "num_decisions", "episodes")
-"""State that a rollback does not take back."""
+"""State that a rollback does not reset."""
 
 
 class Guard(Remembered, Part):
-    """One per rank; only that of the main rank reports. Survives restarts and rollbacks."""
+    """Answers anomalies. Each rank has a guard, but only the main rank's guard reports.
+
+    Its state survives restarts and rollbacks.
+    """
 
     KEPT: ClassVar = (
         "_detector",
@@ -48,9 +51,9 @@ class Guard(Remembered, Part):
         max_first_loss: float = inf,
         tell: Callable[..., None] | None = None,
     ) -> None:
-        """`max_first_loss`: a pretrained model starts below it on data that it can read.
+        """`max_first_loss`: a pretrained model starts below this loss on data that it can read.
 
-        `tell` records an event: kind, step, message, level.
+        `tell`: records an event, given its kind, step, message and level.
         """
         self._config = config.guard
         self._tell = tell or (lambda *event: None)
@@ -59,16 +62,18 @@ class Guard(Remembered, Part):
         self._overfit = ValidationWatch(patience=self._patience)
         self._nonfinite_steps: deque[int] = deque(maxlen=max(NONFINITE_LIMITS)[0])
         self.rollbacks = Rollbacks()
-        """All rollbacks of the run so far; they lower the learning rate."""
+        """All rollbacks of the run so far. Repeated trouble at the same place lowers the learning
+        rate.
+        """
         self.num_skipped = 0
         self.num_decisions = 0
         self.episodes: list[tuple[int, int]] = []
-        """First and last step of each severe or diverging stretch: no rollback goes to a checkpoint
-        inside one.
+        """First and last step of each severe or diverging stretch. A rollback never returns to a
+        checkpoint inside such a stretch.
         """
 
     def limits(self) -> StepLimits:
-        """Return the limits beyond which the coming step's update is skipped."""
+        """Return the limits beyond which the next step's update is skipped."""
         is_skipping = self._config.on_severe == "skip"
         limits = self._detector.limits() if is_skipping else StepLimits()
         return limits.lowered_by(self._config.rules)
@@ -77,7 +82,7 @@ class Guard(Remembered, Part):
         return {"decisions": self.num_decisions}
 
     def after_step(self, step: StepResult) -> None:
-        """Raise `RuntimeError` where ranks have decided differently so far."""
+        """Decide about the step. Raises `RuntimeError` if the ranks' earlier decisions differ."""
         decisions = step.totals.by_rank["decisions"]
         if len(set(decisions)) > 1:
             raise RuntimeError(
@@ -88,9 +93,7 @@ class Guard(Remembered, Part):
         step.row |= self.scores()
 
     def observe(self, step: int, signals: Mapping[str, float], *, is_skipped: bool) -> Decision:
-        """Decide what to do after a step. `is_skipped` tells whether the device skipped its
-        update.
-        """
+        """Decide what to do after a step. `is_skipped`: True if the device skipped its update."""
         self.num_skipped += is_skipped
         is_finite = isfinite(signals["train/loss"]) and isfinite(signals["train/grad_norm"])
         if not is_finite:
@@ -114,8 +117,9 @@ class Guard(Remembered, Part):
         return Decision(onset, is_stop, reason)
 
     def observe_validation(self, step: int, loss: float, *, train_loss: float) -> bool:
-        """Note a validation. Return whether the run ends, after `early_stop_patience` validations
-        without a better one.
+        """Record a validation. Return True if the run ends early.
+
+        It does so after `early_stop_patience` validations without an improvement.
         """
         if not (isfinite(loss) and isfinite(train_loss)):
             return False
@@ -140,7 +144,7 @@ class Guard(Remembered, Part):
         return History(self._overfit.best_step, tuple(self.episodes))
 
     def scores(self) -> dict[str, float]:
-        """Return metrics of the last observed step."""
+        """Return the guard's metrics for the last observed step."""
         return {
             **self._detector.scores,
             "optim/skipped_steps": self.num_skipped,
@@ -148,15 +152,16 @@ class Guard(Remembered, Part):
         }
 
     def validation_scores(self) -> dict[str, float]:
-        """Return metrics of the last observed validation."""
+        """Return the guard's metrics for the last observed validation."""
         best_step = self._overfit.best_step
         if best_step is None:
             return {}
         return {"val/best_loss": self._overfit.best_loss, "val/best_step": best_step}
 
     def after_rollback(self, forgotten: Mapping[str, Any], rollbacks: Rollbacks) -> None:
-        """Report the last rollback and restore the counts. `forgotten` is the state from before the
-        checkpoint was loaded.
+        """Report the last rollback, and restore the counts that it must not reset.
+
+        `forgotten`: the guard's state before the checkpoint was loaded.
         """
         self.rollbacks = rollbacks
         entry = rollbacks.entries[-1]
@@ -168,7 +173,7 @@ class Guard(Remembered, Part):
         self.load_state_dict({name: forgotten[name] for name in COUNTS})
 
     def _answer(self, anomaly: Anomaly) -> Decision | None:
-        """Report an anomaly; return the decision it asks for, None if a warning is enough."""
+        """Report an anomaly. Return the decision that it requires; None if a warning is enough."""
         level, step = anomaly.level, anomaly.step
         is_harmful = level in (Level.SEVERE, Level.DIVERGING)
         is_bad = is_harmful or level == Level.DEAD
@@ -182,7 +187,7 @@ class Guard(Remembered, Part):
         elif level == Level.DEAD and step <= NUM_EARLY_STEPS:
             action = "stop"
         elif level == Level.NONFINITE and (first := self._given_up_since()) is not None:
-            # if no checkpoint can be gone back to, the run stops
+            # the run stops if there is no checkpoint to return to
             has_given_up, onset = True, first
             action = "rollback" if self._config.on_diverging == "rollback" else "stop"
             reason = f"too many steps without a finite loss and gradient since step {first}"
@@ -195,7 +200,7 @@ class Guard(Remembered, Part):
         )
 
     def _given_up_since(self) -> int | None:
-        """Return the first of too many steps that were not finite; None if there are few."""
+        """Return the first of too many non-finite steps; None if there are only a few."""
         steps = self._nonfinite_steps
         for number, window in NONFINITE_LIMITS:
             if len(steps) >= number and steps[-1] - steps[-number] < window:

@@ -1,5 +1,6 @@
-"""Measure the memory of this process and its device in GiB (2**30 bytes), and what the GPU itself
-reports.
+"""Measure the memory of this process and its device in GiB (2**30 bytes).
+
+Also read the utilization, temperature and power that the GPU reports.
 """
 
 import subprocess
@@ -17,32 +18,36 @@ ALLOCATOR = {
     "memory/max_allocated_gib": "allocated_bytes.all.peak",
     "memory/max_reserved_gib": "reserved_bytes.all.peak",
 }
-"""The statistic of torch's allocator for each metric."""
+"""Maps each metric to the statistic of torch's allocator."""
 QUERIES = {
     "system/gpu_util": "utilization.gpu",
     "system/gpu_temp_c": "temperature.gpu",
     "system/gpu_power_w": "power.draw",
 }
-"""The query of `nvidia-smi` for each metric."""
+"""Maps each metric to the query of `nvidia-smi`."""
 
 
 class Memory:
-    """The only one that resets the allocator's peaks. On CUDA a daemon thread asks the driver's
-    `nvidia-smi` about this rank's device every `PERIOD_S` seconds, if there is one.
+    """Measures the memory of this rank. No other object may reset the allocator's peaks.
+
+    On CUDA a daemon thread asks the driver's `nvidia-smi`, if there is one, about this rank's
+    device every `PERIOD_S` seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._process = device, psutil.Process()
         self._device_gib = 0.0
         self._gpu: dict[str, float] = {}
-        """The newest sample of the driver."""
+        """The newest sample from the driver."""
         if device.type == "cuda":
             self._device_gib = torch.cuda.get_device_properties(device).total_memory / GIB
             begun(self._ask_driver, name="gpu-sampler")
 
     def sample(self) -> dict[str, float]:
-        """Return metrics: memory of the process; on CUDA also the allocator's, with its peaks since
-        the last call, and the GPU's own.
+        """Return memory metrics.
+
+        They cover the process. On CUDA they also cover the allocator, with its peaks since the last
+        call, and the GPU's own sample.
         """
         found = {"memory/cpu/rss_gib": self._process.memory_info().rss / GIB}
         if not self._device_gib:
@@ -56,7 +61,7 @@ class Memory:
         return found | self._gpu
 
     def _ask_driver(self) -> None:
-        """Sample until the driver or the permission is missing."""
+        """Sample repeatedly until a query fails, for example without a driver or permission."""
         torch.cuda.set_device(self._device)
         while True:
             time.sleep(PERIOD_S)
@@ -64,7 +69,7 @@ class Memory:
 
 
 def sample(device: torch.device) -> dict[str, float]:
-    """Return the GPU's own metrics."""
+    """Return the metrics that the GPU itself reports."""
     command = [
         "nvidia-smi",
         f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}",

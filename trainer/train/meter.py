@@ -1,5 +1,6 @@
-"""Turn the measurements of a step into its row of metrics, and keep the totals that a restart must
-not lose.
+"""Turn a step's measurements into its row of metrics.
+
+The meter also keeps the totals that must survive a restart.
 """
 
 import math
@@ -26,13 +27,14 @@ from trainer.train.throughput import peak_tflops
 EMA_DECAY = 0.98
 WINDOW_STEPS = 100
 OWN_PHASES = ("data", "shard", "logging", "guard")
-"""Phases in which a rank works by itself. In the others it may be waiting for a slower one."""
+"""Phases in which a rank works by itself. In other phases it may be waiting for a slower rank."""
 UPDATE_PHASES = ("forward", "backward", "optimizer")
 
 
 class Meter(Remembered, Part):
-    """One per rank; rows differ between ranks only where the table of metrics uses rank 0's value.
-    Survives restarts.
+    """Measures the steps. Each rank has its own meter, whose totals survive restarts.
+
+    Rows differ between ranks only in metrics for which the table of metrics uses rank 0's value.
     """
 
     state_of = MAIN  # ranks measure their own times
@@ -48,8 +50,8 @@ class Meter(Remembered, Part):
         data_facts: Mapping[str, float] = MappingProxyType({}),
         trace: TraceFile | None = None,
     ) -> None:
-        """`past_s`: seconds that earlier attempts took. `data_facts`: metrics of the preparation of
-        the training data.
+        """`past_s`: seconds that earlier attempts took. `data_facts`: metrics about the preparation
+        of the training data.
         """
         self.clock = PhaseClock(world.device, trace=trace)
         self._world, self._total_steps, self._cost = world, total_steps, cost
@@ -66,12 +68,12 @@ class Meter(Remembered, Part):
         self._ema, self._num_ema = 0.0, 0
 
     def by_rank(self) -> Values:
-        """Return this rank's values of all metrics that ranks combine."""
+        """Return this rank's values of all metrics that are combined over ranks."""
         measured = {**self._memory.sample(), **metrics.take_travelling()}
         return {slot: measured.get(slot, metrics.ABSENT) for slot in self._slots}
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
-        """Return the loss, and all other metrics of the step that are equal on all ranks."""
+        """Return the loss and all other metrics of the step that are equal on all ranks."""
         batch, sums = step.batch, step.totals.sums
         loss, grad_norm = sums["loss_sum"] / batch.num_loss_tokens, sums["grad_norm"]
         self._num_tokens += batch.num_tokens
@@ -101,12 +103,12 @@ class Meter(Remembered, Part):
         return found
 
     def after_step(self, step: StepResult) -> None:
-        """End the step's time, and add times and speed to its row.
+        """End the timing of the step, and add times and speeds to its row.
 
-        The times of its phases reach all ranks with the next step's packet, so the next row reports
-        them. An attempt's first row has this step's times on its own rank.
+        The times of its phases reach all ranks in the next step's packet, so the next row reports
+        them. An attempt's first row reports the times of its own step and rank.
         """
-        # an attempt's first row has them too
+        # the first row of an attempt includes the data facts too
         if is_rare(step.batch.step) or not self._step_s:
             step.row |= self._data_facts
         self.clock.mark("guard")
@@ -121,7 +123,7 @@ class Meter(Remembered, Part):
         metrics.put("time/train/slowest_rank", own_s)
         self._productive_s += step_s
         self._step_s.append(step_s)
-        # what the ranks combined replaces this rank's own times
+        # combined values in `signals` replace this rank's own times
         step.row |= {
             **times,
             **step.signals,
@@ -133,13 +135,13 @@ class Meter(Remembered, Part):
     @property
     def loss_ema(self) -> float:
         """The training loss smoothed over about 50 steps, bias-corrected; NaN before the first
-        finite one.
+        finite loss.
         """
         return self._ema / (1 - EMA_DECAY**self._num_ema) if self._num_ema else math.nan
 
     @property
     def elapsed_s(self) -> float:
-        """Return the seconds that this attempt and those before it took."""
+        """Return the seconds that this attempt and all earlier attempts took."""
         return self._past_s + time.monotonic() - self._started_s
 
     def _speed(self, batch: StepBatch, step_s: float, update_s: float) -> dict[str, float]:
@@ -158,7 +160,7 @@ class Meter(Remembered, Part):
         return found
 
     def _progress(self, step: int) -> dict[str, float]:
-        """Return the time left, without validations and saves, and the time spent."""
+        """Return the remaining time, without validations and saves, and the elapsed time."""
         elapsed_s = self.elapsed_s
         return {
             "progress/eta_s": (self._total_steps - step) * statistics.median(self._step_s),

@@ -1,8 +1,8 @@
-"""One packed sum over ranks in a step, and one copy to the host.
+"""One packed sum over ranks per step, and one copy to the host.
 
-Values of single ranks travel in the same sum, each in a slot that all other ranks leave zero. So
+The same sum carries values of single ranks, each in a slot that all other ranks leave at zero. So
 maxima, medians and the slowest rank need no second collective, and a NaN stays in the slot of the
-rank that made it.
+rank that produced it.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from torch import Tensor
 from trainer.runtime.distributed import World
 
 Value = SupportsFloat | Tensor
-"""A tensor, or a number of the host."""
+"""A tensor, or a number on the host."""
 Values = Mapping[str, Value]
 BY_RANK = "by_rank"
-"""The sum that holds the slots: fields x ranks."""
+"""Name of the sum that contains the slots, with shape (fields, ranks)."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class Totals:
     """A packet on the host, equal on all ranks."""
 
     sums: Mapping[str, float]
-    """Scalars summed over ranks, and what was derived from the sums on the device."""
+    """Scalars summed over ranks, and scalars derived from the sums on the device."""
     by_rank: Mapping[str, tuple[float, ...]]
-    """Maps a field to its value on every rank."""
+    """Maps each field to its values on all ranks, in rank order."""
     vectors: Mapping[str, np.ndarray]
-    """Tensors of more than one value, summed over ranks."""
+    """Tensors that are not scalars, summed over ranks."""
 
 
 @dataclass(frozen=True)
 class Packet:
-    """A packet on the device, float64."""
+    """A packet on the device, in float64."""
 
     sums: Mapping[str, Tensor]
     fields: tuple[str, ...]
 
     def read(self, **derived: Tensor) -> Totals:
-        """Wait for the device and return the sums and the `derived` scalars, computed from the sums."""
+        """Wait for the device, and return the sums and the scalars `derived` from them."""
         tensors = {**derived, **self.sums}
         numbers = torch.cat([tensor.double().flatten() for tensor in tensors.values()]).tolist()
         sums, vectors = {}, {}
@@ -59,9 +59,9 @@ class Packet:
 
 
 def reduce_packet(world: World, *, sums: Values, by_rank: Values | None = None) -> Packet:
-    """Add up `sums` over ranks, and tell all ranks the scalars in `by_rank` of each.
+    """Add up `sums` over ranks, and give all ranks every rank's scalars in `by_rank`.
 
-    Collective, one all-reduce. Names and shapes are equal on all ranks.
+    Collective, with one all-reduce. Names and shapes must be equal on all ranks.
     """
     fields = by_rank or {}
     own = _on_device([*sums.values(), *fields.values()], world.device)
@@ -77,9 +77,10 @@ def reduce_packet(world: World, *, sums: Values, by_rank: Values | None = None) 
 
 
 def _on_device(values: list[Value], device: torch.device) -> list[Tensor]:
-    """Return float64 tensors; numbers of the host go to the device in one copy.
+    """Return float64 tensors on the device. Numbers on the host are copied together.
 
-    Which values are tensors may differ between ranks. With CPU offload some are on the host.
+    A value may be a tensor on one rank and a number on another. With CPU offload, some tensors are
+    on the host.
     """
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
     copied = iter(torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True).unbind())

@@ -1,6 +1,6 @@
-"""Parts: objects that act in every step, and those of every run.
+"""The interface of parts, which are objects that act in every step, and the built-in parts.
 
-`trainer.train.run.PARTS` lists them. Add your own part there.
+`trainer.train.run.PARTS` lists all parts. Add your own part to it.
 """
 
 import math
@@ -21,17 +21,17 @@ from trainer.train.packet import Packet, Totals, Values
 from trainer.train.source_losses import losses_by_source
 
 RARE_EVERY = 50
-"""Steps between measurements that cost a pass over the parameters or change slowly."""
+"""Steps between measurements that need a pass over the parameters or change slowly."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The guard's answer to a step; equal on all ranks."""
+    """The guard's decision about a step, equal on all ranks."""
 
     rollback_onset: int | None = None
-    """The step with which the trouble began: go back to a checkpoint before it."""
+    """The step at which the trouble began. The run returns to a checkpoint before it."""
     is_stop: bool = False
-    """Stop the run, unless it can be rolled back."""
+    """True if the run stops, unless it can be rolled back."""
     reason: str = ""
 
 
@@ -43,48 +43,50 @@ class StepResult:
     totals: Totals
     lr: float
     signals: dict[str, float] = field(default_factory=dict)
-    """Metrics that are equal on all ranks bit by bit: the guard and its rules may act on them."""
+    """Metrics that are bit-equal on all ranks, so the guard and its rules may act on them."""
     row: dict[str, float] = field(default_factory=dict)
     """All other metrics."""
     decision: Decision = field(default_factory=Decision)
 
 
 class Part:
-    """An object that acts in every step. It overrides the methods it needs, listed here in the
-    order in which a step calls them.
+    """An object that acts in every step. A subclass overrides only the methods that it needs.
 
-    The result of `state_dict` is saved with each checkpoint under the part's name, and loaded by a
-    resume or a rollback.
+    The methods are listed in the order in which a step calls them. Each checkpoint saves the result
+    of `state_dict` under the part's name, and a resume or rollback loads it.
     """
 
     is_sharded: ClassVar[bool] = False
-    """The state is a mapping of names to DTensors: a resume on another number of ranks cuts them
-    again. Other state has to be equal on all ranks, or the class says `state_of` (see
+    """True if the state maps names to DTensors, which a resume can reshard to a different number of
+    ranks. Any other state must be equal on all ranks, unless the class sets `state_of` (see
     `trainer.runtime.progress`).
     """
 
     def after_micro_batch(
         self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
     ) -> Tensor | None:
-        """Act between the forward and the backward pass of a micro-batch. A returned scalar is
-        added to the trained loss.
+        """Act between the forward and backward passes of a micro-batch.
+
+        If this returns a scalar, the scalar is added to the trained loss.
         """
         return None
 
     def sums(self, batch: StepBatch) -> Values:
-        """Return scalars and tensors that are added up over ranks in the step's one reduction,
-        before the update. Names and shapes are equal on all ranks. A scalar with the name of a
-        metric is logged.
+        """Return scalars and tensors to be summed over ranks, by name.
+
+        The step's single reduction sums them before the update. Names and shapes must be equal on
+        all ranks. A scalar with the name of a metric is logged.
         """
         return {}
 
     def by_rank(self) -> Values:
-        """Return this rank's scalars; the step's one reduction gives them to all ranks."""
+        """Return this rank's scalars, which the step's single reduction gives to all ranks."""
         return {}
 
     def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
-        """Act after the update, while the sums are still on the device. Returned scalars are read
-        together with the sums.
+        """Act after the update, while the sums are still on the device.
+
+        The returned scalars are copied to the host together with the sums.
         """
         return {}
 
@@ -93,7 +95,7 @@ class Part:
         return {}
 
     def after_step(self, step: StepResult) -> None:
-        """Act on the totals and signals of a step; add metrics to its row."""
+        """Act on the totals and signals of a step, and add metrics to its row."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a restart needs."""
@@ -104,7 +106,7 @@ class Part:
 
 
 class RouterLoad(Routers, Part):
-    """The auxiliary loss of a mixture of experts, and the load of its experts."""
+    """The auxiliary loss of a mixture-of-experts model, and the load on each expert."""
 
     def after_micro_batch(
         self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
@@ -120,7 +122,7 @@ class RouterLoad(Routers, Part):
 
 
 class _VectorSum(Part):
-    """A vector to which micro-batches add. It joins the reduction under its name."""
+    """A vector that accumulates over micro-batches and is then summed over ranks under `name`."""
 
     name: ClassVar[str]
     _sum: Tensor | None = None
@@ -134,7 +136,7 @@ class _VectorSum(Part):
 
 
 class SourceLosses(_VectorSum):
-    """The loss of each source of training data, if there are several."""
+    """The loss on each source of training data, if there are several sources."""
 
     name = "loss_by_source"
 
@@ -150,7 +152,7 @@ class SourceLosses(_VectorSum):
 
 
 class LossTerms(_VectorSum):
-    """The terms of the trained loss besides its main formula, by name."""
+    """The named terms that a loss function adds to its main formula."""
 
     name = "loss_terms"
 
@@ -171,16 +173,16 @@ class LossTerms(_VectorSum):
 
 
 class RowLosses(Part):
-    """The loss of each sample of the global batch, added up over micro-batches and ranks."""
+    """The loss of each sample in the global batch, summed over micro-batches and ranks."""
 
     def __init__(self, log: Callable[[int, SampleLosses], None]) -> None:
-        """`log` is called with step and losses, on every rank."""
+        """`log` is called with the step and its losses, on every rank."""
         self._log = log
         self._found: list[tuple[tuple[int, ...], Tensor]] = []
 
     def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
         sums_2D = torch.stack(document_sums(inputs, output.losses_S))
-        ids = inputs.sample_ids  # a document of padding may follow them
+        ids = inputs.sample_ids  # a padding document may follow these
         self._found.append((ids, sums_2D[:, : len(ids)]))
 
     def sums(self, batch: StepBatch) -> Values:
@@ -201,7 +203,7 @@ class RowLosses(Part):
 
 
 class Norms(Part):
-    """The norm of the parameters and of each block's gradient before the update, every 50 steps."""
+    """The norms of the parameters and of each block's gradient, before every 50th update."""
 
     def __init__(self, blocks: Mapping[str, Sequence[nn.Parameter]], *, num_replicas: int) -> None:
         self._blocks, self._num_replicas = blocks, num_replicas
@@ -222,12 +224,12 @@ class Norms(Part):
 
 
 def is_rare(step: int) -> bool:
-    """Return whether slow and costly things are measured in this step (counted from 1)."""
+    """Return True if a step (counted from 1) includes costly and slowly changing measurements."""
     return step % RARE_EVERY == 0
 
 
 def blocks_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return the trained parameters by block: a numbered layer, or the module that holds them."""
+    """Return the trained parameters by block: a numbered layer, or else the containing module."""
     blocks: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

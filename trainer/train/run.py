@@ -1,6 +1,6 @@
-"""The parts of a run, and the states that survive a restart, by name.
+"""The `Run`: all parts of a run, and the states that survive a restart, by name.
 
-`trainer/train/start/main.py` makes it, and the functions of this package use it.
+`trainer/train/start/main.py` builds it, and the functions of this package use it.
 """
 
 import logging
@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return whether something with this frequency happens after a step, counted from 1. -1 means
-    only at the end.
+    """Return True if an action with frequency `every` happens after `step` (counted from 1).
+
+    A frequency of -1 means only at the end of the run, so the result is False.
     """
     return every > 0 and step % every == 0
 
@@ -61,32 +62,33 @@ class Run:
     loop: LoopState
     meter: Meter
     location: Callable[[int], str]
-    """It returns the place (`file:line`) of a sample id."""
+    """Returns the location (`file:line`) of a sample, given its id."""
     tracking: Tracking | None
-    """On the main rank only."""
+    """Set on the main rank only."""
     save_freq: int
     test_freq: int
     seed: int
     max_norm: float
-    """Gradients are clipped to it."""
+    """The gradient norm to which gradients are clipped."""
     hang_timeout_s: float
     stop: StopRequest
     heartbeat: Heartbeat
     checkpoints: CheckpointManager = field(init=False)
-    """It saves and loads the others, so it is set last."""
+    """Saves and loads the other parts, so it is set last."""
     is_stopping: bool = field(default=False, init=False)
-    """True if any rank was asked to stop, as of their last reduction."""
+    """True if any rank had been asked to stop by the last reduction."""
     is_save_requested: bool = field(default=False, init=False)
     parts: dict[str, Part] = field(init=False)
-    """They act in every step, in this order."""
+    """The parts that act in every step, in this order."""
 
     def __post_init__(self) -> None:
         self.parts = {name: make(self) for name, make in PARTS.items()}
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """Return the trained parameters. Cached, because walking the modules in every step would
-        delay the host.
+        """Return the trained parameters.
+
+        They are cached, because walking through the modules in every step would delay the host.
         """
         return list(chain.from_iterable(self.blocks.values()))
 
@@ -98,9 +100,9 @@ class Run:
     def stateful_parts(self) -> dict[str, Stateful]:
         """Return everything that is saved, loaded and rolled back, by name.
 
-        State has to be equal on all ranks, which each save checks; otherwise the class sets
-        `state_of` (`trainer.runtime.progress`) or `is_sharded`. A part that a checkpoint lacks
-        keeps its initial state.
+        State must be equal on all ranks, which each save checks, unless the class sets `state_of`
+        (`trainer.runtime.progress`) or `is_sharded`. If a checkpoint lacks a part, the part keeps
+        its initial state.
         """
         return {
             "model": ModelShards(self.model),
@@ -114,8 +116,9 @@ class Run:
         }
 
     def tell(self, kind: str, step: int, message: str, level: str) -> None:
-        """Write to the run's events, which put warnings on the console too. Other ranks log
-        warnings.
+        """Record an event of the run; warnings also appear on the console.
+
+        On ranks other than the main rank, only log warnings.
         """
         if self.tracking is not None:
             self.tracking.event(kind, step, message, level)
@@ -141,14 +144,17 @@ PARTS: dict[str, Callable[[Run], Part]] = {
     "norms": lambda run: Norms(run.blocks, num_replicas=run.world.num_replicas),
     "meter": lambda run: run.meter,
 }
-"""{name: function from the run to its part}, in the order in which parts act. The meter comes last,
-because it ends the step's time. Add your own part before the run is built, on every rank.
+"""Maps each part's name to a function that makes the part from the run, in the order in which parts
+act. The meter comes last, because it ends the timing of the step. Add your own part before the run
+is built, on every rank.
 """
 
 
 class RateState:
-    """The saved learning rate. A run computes the rate from its step and configuration; a resume
-    warns if the schedule has changed.
+    """The saved learning-rate schedule.
+
+    A run always computes the rate from its step and configuration. A resume only warns if the
+    schedule has changed.
     """
 
     def __init__(self, schedule: LrSchedule, batches: TrainLoader) -> None:

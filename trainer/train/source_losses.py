@@ -1,21 +1,21 @@
-"""Numbers that a training step and a validation make of summed losses."""
+"""Metrics that training steps and validations compute from summed losses."""
 
 import math
 from collections.abc import Iterable, Mapping
 
 MAX_PPL_LOSS = 50.0
-"""Perplexity is capped at exp of this: a number, not an infinity."""
+"""Perplexity is capped at the exponential of this loss, so that it stays finite."""
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), capped."""
+    """Return exp(loss), capped. A loss that is not finite is returned unchanged."""
     return math.exp(min(loss, MAX_PPL_LOSS)) if math.isfinite(loss) else loss
 
 
 def losses_by_source(
     split: str, loss_sums: Iterable[float], num_loss_tokens: Mapping[str, int]
 ) -> dict[str, float]:
-    """Return `<split>/loss_by/<source>`, the mean loss of each source that has supervised tokens.
+    """Return the mean loss of each source with supervised tokens, as `<split>/loss_by/<source>`.
 
     `loss_sums` are in the order of `num_loss_tokens`.
     """

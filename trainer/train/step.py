@@ -1,5 +1,7 @@
-"""One optimizer step: forward, backward, one reduction, norm, decision to skip,
-clipped update, one wait.
+"""One optimizer step.
+
+It consists of the forward and backward passes, one reduction, the gradient norm, the decision to
+skip the update, the clipped update, and one wait for the device.
 """
 
 import torch
@@ -17,8 +19,9 @@ from trainer.train.run import Run
 
 
 def training_step(run: Run, batch: StepBatch) -> StepResult:
-    """Run step `batch.step`. Everything between the batch and the one wait at the end is
-    asynchronous.
+    """Run step `batch.step`.
+
+    Everything between the arrival of the batch and the single wait at the end is asynchronous.
     """
     clock, parts = run.meter.clock, run.parts.values()
     clock.mark("data")
@@ -69,12 +72,11 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
 
 
 def accumulate(run: Run, batch: StepBatch) -> tuple[str, dict[str, Tensor]]:
-    """Accumulate the gradients of this rank's micro-batches, of the mean loss over the whole global
-    batch.
+    """Accumulate this rank's gradients of the mean loss over the whole global batch.
 
-    Return the name of the sum whose gradient is taken, and this rank's sums, float64 on the device:
-    cross-entropy of the supervised tokens (`loss_sum`), tokens that the model finds most likely
-    (`num_hits`), and the trained loss.
+    Returns the name of the sum whose gradient is taken, and this rank's sums, in float64 on the
+    device: the cross-entropy of the supervised tokens (`loss_sum`), the number of those tokens that
+    the model finds most likely (`num_hits`), and the trained loss.
     """
     clock, device = run.meter.clock, run.world.device
     trained = "loss_sum" if run.model.trains_cross_entropy else "objective_sum"
@@ -107,8 +109,9 @@ def accumulate(run: Run, batch: StepBatch) -> tuple[str, dict[str, Tensor]]:
 
 
 def is_left_out(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:
-    """Return a boolean scalar on the device: True if loss or norm is not finite or beyond the
-    limits of this step.
+    """Return a boolean scalar on the device: True if the step's update must be skipped.
+
+    That is the case if the loss or the norm is not finite, or beyond the limits of this step.
     """
     is_finite = loss.isfinite() & grad_norm.isfinite()
     is_severe: Tensor = limits.are_exceeded(loss, grad_norm)

@@ -1,4 +1,4 @@
-"""The peak speed of devices, for MFU."""
+"""The peak speeds of devices, for MFU."""
 
 import re
 
@@ -26,26 +26,29 @@ _NAMES = {
     1307.0: ("MI300X", "MI325X"),
 }
 PEAK_TFLOPS = {name: peak for peak, names in _NAMES.items() for name in names}
-"""TFLOP/s by the words of the device's name, for MFU: dense bfloat16 with sums in float32. From the
-vendors' data sheets, which mostly give twice as much, for sparse matrices: NVIDIA's of each product
-(H100 and H800 without addition: SXM), AWS's of the A10G, AMD's of the Instinct series (an MI250X is
-two devices); GeForce: NVIDIA's white papers on Ampere, Ada, Blackwell.
+"""Peak TFLOP/s by the words of the device's name: dense bfloat16 with sums in float32.
+
+The values are from the vendors' data sheets, which mostly give twice as much, for sparse matrices.
+Sources: NVIDIA's data sheet for each product (H100 and H800 without a suffix are SXM), AWS's for
+the A10G, AMD's for the Instinct series (an MI250X is two devices), and, for GeForce, NVIDIA's white
+papers on Ampere, Ada and Blackwell.
 """
 OTHER_DEVICE = re.compile(r"mig|\d+[abcq]|laptop|max|d|ti|super")
-"""Words of devices that are not in the table: a slice of a card (MIG, or `40C` of a virtual one), or
-another variant."""
+"""Words in the names of devices that are not in the table: a slice of a card (MIG, or `40C` for a
+virtual GPU), or a different variant."""
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Return the device's peak; None for a device that is not in the table."""
+    """Return the device's peak in TFLOP/s; None for a device that is not in the table."""
     if device.type != "cuda":
         return None
     return PEAK_TFLOPS.get(known_as(torch.cuda.get_device_name(device)) or "")
 
 
 def known_as(device_name: str) -> str | None:
-    """Return the device's name in the table, None for one that is not there: a guess would look
-    like a measurement.
+    """Return the device's name in the table; None if the table lacks the device.
+
+    There is no guess, because it would look like a measurement.
     """
     words = _words(device_name)
     fitting = [name for name in PEAK_TFLOPS if _words(name) <= words]

@@ -1,5 +1,6 @@
-"""Add up a validation: the token-weighted loss, its standard error over samples, and the lengths of
-its samples.
+"""Compute the metrics of a validation.
+
+These include the token-weighted loss, its standard error over samples, and the sample lengths.
 
 Shape suffixes: S supervised positions, D documents.
 """
@@ -19,7 +20,9 @@ from trainer.train.packet import Values, reduce_packet
 from trainer.train.source_losses import losses_by_source, perplexity
 
 NUM_SUMS = 5
-"""Loss, squares and products of loss and number of tokens of each sample, and hits."""
+"""The number of sums: the loss, three sums over samples (squared loss, loss times number of tokens,
+squared number of tokens), and the hits.
+"""
 
 
 class Validation:
@@ -28,7 +31,7 @@ class Validation:
     def __init__(
         self, world: World, *, length_facts: Mapping[str, float], sources: Sequence[str] = ()
     ) -> None:
-        """`sources`: names of the sources, if there are several."""
+        """`sources`: names of the data sources, if there are several."""
         self._world, self._length_facts = world, length_facts
         self._tokens_by_source = Counter(dict.fromkeys(sources, 0))
         num_sums = NUM_SUMS + len(sources)
@@ -36,15 +39,16 @@ class Validation:
         self._local = torch.zeros(num_sums, dtype=torch.float64, device=world.device)
         self._started_s = time.perf_counter()
         self._counts = np.zeros(4, dtype=np.int64)
-        """Supervised tokens, tokens, samples, batches."""
+        """Numbers of supervised tokens, tokens, samples and batches."""
 
     def add(self, micro_batch: PackedBatch, output: LossOutput) -> None:
-        """Add loss and hits of every supervised position of this rank's micro-batch, on its device.
-        Collective.
+        """Add the losses and hits at all supervised positions of this rank's micro-batch.
+
+        The sums stay on the device. Collective.
         """
         sums_D, counts_D = document_sums(micro_batch, output.losses_S)
         whole_2D = torch.stack([sums_D, counts_D])
-        # ranks that share a document add up its parts
+        # ranks that share a document sum over its pieces
         if self._world.sequence_group is not None:
             dist.all_reduce(whole_2D, group=self._world.sequence_group)
         squares = [sums_D @ whole_2D[0], sums_D @ whole_2D[1], counts_D @ whole_2D[1]]
@@ -55,7 +59,7 @@ class Validation:
             self._local.index_add_(0, micro_batch.sources_D + NUM_SUMS, sums_D)
 
     def end_batch(self, batch: StepBatch, *, is_stopping: bool) -> bool:
-        """Add up over ranks. Return whether any rank was asked to stop. Collective."""
+        """Sum over ranks. Return True if any rank was asked to stop. Collective."""
         local: Values = {"sums": self._local, "num_stop_requests": is_stopping}
         totals = reduce_packet(self._world, sums=local).read()
         self._local.zero_()
@@ -65,18 +69,18 @@ class Validation:
         return totals.sums["num_stop_requests"] > 0
 
     def row(self, *, train_loss: float) -> dict[str, float]:
-        """Return the metrics. `train_loss`: the smoothed training loss, for the gap.
+        """Return the metrics. `train_loss`: the smoothed training loss, for `val/gap`.
 
-        The standard error is that of a ratio of sums over samples i with loss L_i and n_i tokens, m
-        the mean: sqrt(sum (L_i - m n_i)**2) / sum n_i (Cochran, Sampling Techniques, section 6.3,
-        for a large population).
+        The standard error is that of a ratio of sums over samples: sqrt(sum (L_i - m n_i)**2) / sum
+        n_i, where sample i has the loss L_i and n_i tokens, and m is the mean loss per token
+        (Cochran, Sampling Techniques, section 6.3, for a large population).
         """
         totals = list(map(float, self._totals))
         num_loss_tokens, num_tokens, num_samples, num_batches = map(int, self._counts)
         loss_sum, squares, products, square_counts, num_hits = totals[:NUM_SUMS]
         mean = loss_sum / num_loss_tokens
         residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
-        # an overflow stays visible: the square root of infinity is no standard error
+        # an overflow becomes NaN: the square root of infinity is not a standard error
         stderr = math.sqrt(residual) if math.isfinite(residual) else math.nan
         total_s = time.perf_counter() - self._started_s
         return {

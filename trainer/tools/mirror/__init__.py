@@ -1,6 +1,9 @@
-"""Checkpoints beyond the machine: uploaded in the background, restored where a disk was lost."""
+"""A copy of the checkpoints outside the machine.
+
+They are uploaded in the background, and restored if the disk is lost.
+"""
 
 STATE = ".mirror.json"
-"""A file in the run directory with the result of the last upload: `url`, `steps` that are whole in
-the mirror, and `failed`, the last error.
+"""A file in the run directory with the result of the last upload: the mirror's `url`, the `steps`
+that are complete in it, and the last error (`failed`).
 """

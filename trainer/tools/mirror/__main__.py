@@ -1,8 +1,8 @@
-"""The processes that keep the mirror of a run; the launcher starts them.
+"""The processes that maintain a run's mirror. The launcher starts them.
 
 `python -m trainer.tools.mirror LAUNCHER_PID TASK` reads the configuration from the first line of
-its input. `prepare` prepares mirror and run directory. `follow` uploads checkpoints until its input
-ends, then uploads the last ones. Both processes die with the launcher.
+its input. The task `prepare` prepares the mirror and the run directory. The task `follow` uploads
+checkpoints until its input ends, then uploads the last ones. Both processes die with the launcher.
 """
 
 import json
@@ -29,9 +29,9 @@ from trainer.tracking.events_file import FILE_NAME, Event, EventsFile, read_even
 
 POLL_S = 1.0
 RETRY_AFTER_S = 60.0
-"""Pause after a failure while the run trains."""
+"""Seconds to wait after a failure while the run trains."""
 LAST_RETRY_AFTER_S = (1.0, 5.0)
-"""Pauses between the tries at the end of the run."""
+"""Seconds to wait between attempts at the end of the run."""
 
 logger = logging.getLogger("trainer.tools.mirror")
 
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def prepare_in_time(trainer: TrainerConfig, storage: Storage) -> None:
-    """Run `prepare`. Raises what it raises; a silent storage counts as unreachable."""
+    """Run `prepare`, and raise the same errors. A silent storage counts as unreachable."""
     try:
         _answered(lambda: prepare(trainer, storage), storage, limit_s=trainer.dist_timeout_s)
     except SilentError as error:
@@ -68,14 +68,14 @@ def prepare_in_time(trainer: TrainerConfig, storage: Storage) -> None:
 
 
 def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) -> int:
-    """Upload until `ending` is set and everything is up, or every last try failed.
+    """Upload until `ending` is set and everything is uploaded, or until the last attempt fails.
 
-    A silent storage ends the process, because a library call cannot be stopped in another way. The
-    launcher then starts the process again.
+    Returns the exit code. A silent storage ends the process, because there is no other way to stop
+    a library call. The launcher then starts the process again.
     """
 
     def record(event: Event) -> None:
-        if not ending.is_set():  # the last event of a run is its end
+        if not ending.is_set():  # the last event of a run must be its end
             _record(trainer, event)
 
     uploader = Uploader(trainer, storage, record=record)
@@ -107,7 +107,7 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
 
 
 def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> None:
-    """Do the work. Raises `SilentError` if the storage does not answer for `limit_s`."""
+    """Do the work. Raises `SilentError` if the storage gives no answer for `limit_s`."""
     storage.answered_at = time.monotonic()
     done = begun(work)
     while not wait([done], timeout=POLL_S).done:
@@ -117,7 +117,7 @@ def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> 
 
 
 def _record(trainer: TrainerConfig, event: Event) -> None:
-    """Add an event to the current attempt of the run, if it has begun one."""
+    """Add an event to the run's current attempt, if the run has begun an attempt."""
     path = Path(trainer.default_local_dir, FILE_NAME)
     if events := read_events(path):
         file = EventsFile(path, attempt=events[-1]["attempt"], is_guest=True)
@@ -130,4 +130,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread that waits for a storage must not hold it up
+    os._exit(code)  # a thread that waits for a storage must not delay the exit

@@ -1,12 +1,12 @@
-"""Read what a mirror holds, and which checkpoint a run continues from.
+"""Read the contents of a mirror, and choose the checkpoint that a run continues from.
 
-A mirror has the layout of a run directory, so that a copy of it is one:
+A mirror has the layout of a run directory, so a copy of it is a run directory:
 
     run.json                            project and experiment of the run
     latest_checkpointed_iteration.txt   the step of the run; a later checkpoint was rolled back
     global_step_N/…                     the files of the checkpoint
     global_step_N/run.tar.gz            logs and identity of the run at the time of the upload
-    global_step_N/manifest.json         written last: its presence commits
+    global_step_N/manifest.json         written last; its presence commits the checkpoint
 """
 
 import json
@@ -28,8 +28,9 @@ RUN_FILES = "run.tar.gz"
 class MirrorState:
     """The checkpoints in a mirror, by step.
 
-    `whole` are committed, with every file in its size. `incomplete` have a manifest, and the reason
-    why they are not whole. `steps` are all steps that have any file.
+    `whole`: manifests of committed checkpoints in which every file has the right size.
+    `incomplete`: the reason why a checkpoint with a manifest is not complete. `steps`: all steps
+    with any file.
     """
 
     pointer: int | None
@@ -39,14 +40,14 @@ class MirrorState:
 
     @property
     def candidates(self) -> list[Manifest]:
-        """Checkpoints that a run may continue from, the first choice first."""
+        """The checkpoints that a run may continue from, best choice first."""
         steps = sorted(self.whole, reverse=True)
         until_pointer = [step for step in steps if self.pointer is None or step <= self.pointer]
         return [self.whole[step] for step in until_pointer or steps]
 
 
 def look(storage: Storage) -> MirrorState:
-    """Read a mirror, and judge files by name and size. Raises `StorageError`."""
+    """Read the state of a mirror, judging files by name and size. Raises `StorageError`."""
     sizes = storage.sizes()
     steps = {step for name in sizes if (step := layout.parse_step(name.split("/")[0])) is not None}
     whole: dict[int, Manifest] = {}
@@ -72,9 +73,9 @@ def look(storage: Storage) -> MirrorState:
 
 
 def claim(trainer: TrainerConfig, storage: Storage) -> None:
-    """Write the run's name into a new mirror, which also proves that it can be written.
+    """Write the run's name into a new mirror. This also proves that the mirror is writable.
 
-    Raises `ConfigError` for the mirror of another run, `StorageError`.
+    Raises `ConfigError` if the mirror belongs to another run, and `StorageError`.
     """
     found = parsed(storage.read(run_info.FILE_NAME) or b"{}")
     if not isinstance(found, dict):  # cut short
@@ -94,7 +95,10 @@ def claim(trainer: TrainerConfig, storage: Storage) -> None:
 
 
 def _pointer(storage: Storage, sizes: Mapping[str, int]) -> int | None:
-    """Return the step; a text without its newline was cut short."""
+    """Return the step that the mirror's pointer names; None without a complete pointer file.
+
+    A text without its final newline was cut short.
+    """
     text = (_read(storage, POINTER, sizes) or b"").decode(errors="replace")
     return layout.pointed_step(text) if text.endswith("\n") else None
 

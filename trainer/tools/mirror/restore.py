@@ -1,4 +1,4 @@
-"""Claim the mirror before a run, and fill an empty run directory with its newest checkpoint."""
+"""Claim the mirror before a run, and restore its newest checkpoint to an empty run directory."""
 
 import logging
 import tarfile
@@ -21,11 +21,11 @@ from trainer.tools.mirror.contents import RUN_FILES, MirrorState, claim, look
 from trainer.tools.mirror.upload import NUM_STREAMS, TRAVELS
 
 MIN_UNPACKED_BYTES, MAX_RATIO = 2**26, 100
-"""Logs may unpack to this size, or to this multiple of their archive. JSON lines compress 5 to 20
-times; an archive that is made to fill the disk compresses 1,000 times.
+"""Logs may unpack to this many bytes, or to this multiple of the archive's size, whichever is more.
+JSON lines compress 5 to 20 times; an archive that is made to fill the disk compresses 1,000 times.
 """
 NUM_READS = 2
-"""Tries before a file counts as damaged: a connection may end early without an error."""
+"""Downloads of a file before it counts as damaged. A connection may end early without an error."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class _DamagedError(Exception):
 
 
 def prepare(trainer: TrainerConfig, storage: Storage) -> None:
-    """Check that the mirror belongs to this run; restore from it if the run directory is empty.
+    """Check that the mirror belongs to this run. Restore from it if no local checkpoint is usable.
 
-    Raises `ConfigError` for the mirror of another run, and for one that cannot be used or resumed
-    from; if the storage is unreachable, what `unreachable` raises.
+    Raises `ConfigError` for another run's mirror, and for a mirror that cannot be used or resumed
+    from. If the storage is unreachable, raises the errors of `unreachable`.
     """
     own_step = _own_step(trainer)
     try:
@@ -59,9 +59,10 @@ def prepare(trainer: TrainerConfig, storage: Storage) -> None:
 
 
 def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
-    """Warn if the run directory has a checkpoint to continue from. If it has none, raise, because
-    the run could train steps again that the mirror already has: `ConfigError` if the storage
-    refused access, otherwise `ResumableError`.
+    """Warn about an unreachable storage, or raise if the run directory has no usable checkpoint.
+
+    Without a checkpoint, the run could repeat steps that the mirror already has. Raises
+    `ConfigError` if the storage refused access, otherwise `ResumableError`.
     """
     if _own_step(trainer) is not None:
         logger.warning("%s; training continues, uploads are tried again", error)
@@ -83,7 +84,10 @@ def _own_step(trainer: TrainerConfig) -> int | None:
 
 
 def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> None:
-    """Download the first candidate that proves to be whole."""
+    """Download the first candidate whose files are all intact.
+
+    Raises `NoUsableCheckpointError` if there is none, `ResumableError` if the storage fails.
+    """
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "disable":
         raise ConfigError(
@@ -96,7 +100,7 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Non
         fsio.make_dirs(run_dir)
         with RunLock(run_dir, needs_flock=trainer.checkpoint.require_lock):
             for manifest in held.candidates:
-                layout.clean_leftovers(run_dir)  # of the candidate before
+                layout.clean_leftovers(run_dir)  # those of the previous candidate
                 try:
                     return _take(run_dir, storage, manifest)
                 except _DamagedError as error:
@@ -115,7 +119,7 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Non
 
 
 def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
-    """Download and commit a checkpoint as a save does. Raises `_DamagedError`."""
+    """Download a checkpoint and commit it like a save. Raises `_DamagedError`."""
     started = time.monotonic()
     size_bytes = sum(record.size_bytes for record in manifest.files)
     place = layout.step_dir_name(manifest.step)
@@ -155,7 +159,7 @@ def _fetched(storage: Storage, place: str, path: Path, staging: Path) -> FileRec
 
 
 def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> None:
-    """Restore logs and identity of the run, except files that the run directory has."""
+    """Restore the logs and identity of the run, except files that the run directory already has."""
     archive = staging / RUN_FILES
     for is_last in (False, True):
         try:
@@ -174,7 +178,7 @@ def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> No
 def _unpack(archive: Path, run_dir: Path) -> None:
     """Unpack the known logs next to the archive, then move those that the run directory lacks.
 
-    Raises `tarfile.TarError` for an archive that unpacks to more than logs can.
+    Raises `tarfile.TarError` for an archive that unpacks to more bytes than logs can have.
     """
     unpacked = archive.with_name("logs")
     limit_bytes = max(MIN_UNPACKED_BYTES, MAX_RATIO * archive.stat().st_size)
@@ -183,7 +187,7 @@ def _unpack(archive: Path, run_dir: Path) -> None:
     def accept(member: tarfile.TarInfo, directory: str) -> tarfile.TarInfo | None:
         nonlocal num_bytes
         num_bytes += tarfile.BLOCKSIZE + member.size
-        if num_bytes > limit_bytes:  # before its data is read
+        if num_bytes > limit_bytes:  # raised before the member's data is read
             raise tarfile.ReadError(f"it unpacks to more than {readable(limit_bytes)}")
         is_log = member.name.split("/")[0] in TRAVELS
         is_plain = member.isfile() or member.isdir()

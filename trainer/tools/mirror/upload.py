@@ -1,6 +1,6 @@
-"""Bring a mirror up to what a run directory holds.
+"""Update a mirror to the contents of a run directory.
 
-An upload may end at any point without harm; the next one starts over.
+An upload may stop at any point without harm; the next one starts over.
 """
 
 import json
@@ -38,18 +38,18 @@ TRAVELS = (
     evaluations.FILE_NAME,
     "proofs",
 )
-"""Files of the run directory that are uploaded with each checkpoint. All other files can be made
-from these, or belong to one machine.
+"""Files of the run directory that are uploaded with each checkpoint. All other files can be derived
+from these, or are of use on one machine only.
 """
 NUM_KEPT = 2
-"""Newest checkpoints that stay in a mirror; the best one stays too."""
+"""Number of newest checkpoints that stay in a mirror. The best checkpoint stays too."""
 NUM_STREAMS = 4
 LOCK = ".mirror.lock"
-"""A file in the run directory, locked by the process that uploads."""
+"""A file in the run directory that the uploading process locks."""
 
 
 class Uploader:
-    """Uploads the checkpoints of one run directory: the one that the pointer names, and the best.
+    """Uploads a run directory's checkpoints: the one that the pointer names, and the best ones.
 
     After a failure, the next `sync` continues.
     """
@@ -61,7 +61,7 @@ class Uploader:
         *,
         record: Callable[[Event], object] = lambda event: None,
     ) -> None:
-        """`record` gets an event for each complete upload."""
+        """`record` is called with an event for each complete upload."""
         self._trainer, self._storage, self._record = trainer, storage, record
         self._run_dir = Path(trainer.default_local_dir)
         self._is_claimed = False
@@ -71,13 +71,15 @@ class Uploader:
 
     @property
     def is_behind(self) -> bool:
-        """True if the run directory has changed since the last `sync`. Asks no storage."""
+        """True if the run directory has changed since the last `sync`. Does not ask the storage."""
         return self._local_state() != self._seen
 
     def sync(self) -> None:
-        """Bring the mirror up to date. Raises `StorageError`, `OSError` for the run directory, or
-        `ConfigError` if the mirror belongs to another run, which the start cannot know if the storage
-        was unreachable then.
+        """Bring the mirror up to date.
+
+        Raises `StorageError`, `OSError` for a fault in the run directory, or `ConfigError` if the
+        mirror belongs to another run. The start could not notice that if the storage was
+        unreachable.
         """
         state = self._local_state()
         try:
@@ -92,7 +94,7 @@ class Uploader:
         self._seen = state
 
     def _local_state(self) -> object:
-        """Return everything that decides which checkpoints belong in the mirror."""
+        """Return all values that decide which checkpoints belong in the mirror."""
         steps = [layout.parse_step(name) for name in fsio.list_dir(self._run_dir)]
         return (
             [step for step in steps if step is not None],
@@ -102,9 +104,10 @@ class Uploader:
         )
 
     def _bring_up(self) -> None:
-        """Upload what the storage lacks, the pointer's checkpoint first; then remove old ones.
+        """Upload the missing checkpoints, the pointer's checkpoint first, then remove old ones.
 
-        An older checkpoint that is damaged here is skipped, and its error raised at the end.
+        A best checkpoint that is damaged on the local disk is skipped, and its error is raised at
+        the end.
         """
         local = {info.step: info for info in layout.committed(self._run_dir)}
         pointer = layout.read_pointer(self._run_dir).step
@@ -134,7 +137,7 @@ class Uploader:
             raise problem
 
     def _upload(self, info: CheckpointInfo, held: MirrorState, *, moves_pointer: bool) -> None:
-        """Send the files, then the manifest. What another process began is removed first."""
+        """Send the files, then the manifest. First remove files that another process uploaded."""
         assert info.manifest is not None, "it is committed"
         started, manifest = time.monotonic(), info.manifest
         place = layout.step_dir_name(info.step)
@@ -143,10 +146,10 @@ class Uploader:
                 return
             with packed(self._run_dir) as archive:
                 if self._begun != manifest:
-                    if info.step in held.steps:  # of a past that was undone
+                    if info.step in held.steps:  # files from before a rollback, for example
                         self._storage.remove_tree(place)
                     self._begun, self._sent = manifest, set()
-                if moves_pointer:  # first: later checkpoints in the mirror no longer count
+                if moves_pointer:  # done first, so later checkpoints in the mirror no longer count
                     self._point(info.step)
                 self._storage.put(archive, f"{place}/{RUN_FILES}")
                 logs = FileRecord(RUN_FILES, archive.stat().st_size, "")
@@ -163,11 +166,11 @@ class Uploader:
         self._record(Event("mirror", info.step, text, fields=fields))
 
     def _point(self, step: int) -> None:
-        """Write the step of the run into the mirror."""
+        """Make the mirror's pointer name `step`."""
         self._storage.write(POINTER, f"{step}\n".encode())
 
     def _send(self, place: str, directory: Path, record: FileRecord) -> None:
-        """Send a file unless this upload has sent it. Raises `OSError` if it is damaged here."""
+        """Send a file unless this upload has sent it. Raises `OSError` if it is damaged on disk."""
         if record.path in self._sent:
             return
         path = directory / record.path
@@ -188,9 +191,9 @@ class Uploader:
                 )
 
     def _rotate(self, held: MirrorState, pointer: int) -> list[int]:
-        """Remove rolled back, old and incomplete checkpoints; return the steps that stay.
+        """Remove rolled back, old and incomplete checkpoints, and return the steps that stay.
 
-        Call it once the pointer's checkpoint is whole.
+        Call this once the pointer's checkpoint is complete in the mirror.
         """
         rollbacks = rollback.read(self._run_dir).entries
         discarded = {nonce for entry in rollbacks for nonce in entry.discarded}
@@ -204,12 +207,12 @@ class Uploader:
         return sorted(kept)
 
     def _best(self, found: list[CheckpointInfo]) -> set[int]:
-        """Return the steps that rotation keeps although they are old."""
+        """Return the steps that rotation keeps even if they are old."""
         history = History(_best_step(self._run_dir))
         return retention.worth_keeping(self._run_dir, history, found)
 
     def _note(self, **changes: object) -> None:
-        """Write the result of an upload for `checkpoint ls`."""
+        """Record the result of an upload, for `checkpoint ls`."""
         path = self._run_dir / STATE
         state = {"steps": [], **read_object(path), "url": self._storage.url, **changes}
         with suppress(OSError):
@@ -218,9 +221,9 @@ class Uploader:
 
 @contextmanager
 def _alone(run_dir: Path) -> Iterator[None]:
-    """Lock out other uploaders of this run, which would remove what this one has begun.
+    """Lock out other uploaders of this run, which would remove this uploader's unfinished files.
 
-    Raises `StorageError` if another process uploads now.
+    Raises `StorageError` if another process is uploading.
     """
     opener = regular_opener(os.O_RDWR | os.O_CREAT, follow_links=False)
     descriptor = opener(str(run_dir / LOCK), 0)
@@ -236,7 +239,7 @@ def _alone(run_dir: Path) -> Iterator[None]:
 def packed(run_dir: Path) -> Iterator[Path]:
     """Pack the run's logs into a temporary archive.
 
-    Rows of later steps do no harm: the next attempt logs the step that it continues from.
+    Rows of later steps do no harm, since the next attempt logs the step from which it continues.
     """
     path = run_dir / f"{STATE}.{RUN_FILES}"
     try:
@@ -250,7 +253,7 @@ def packed(run_dir: Path) -> Iterator[Path]:
 
 
 def _best_step(run_dir: Path) -> int | None:
-    """Return the step with the lowest validation loss that the run logged."""
+    """Return the step of the lowest finite validation loss in the run's log."""
     path = run_dir / metrics_file.FILE_NAME
     rows = metrics_file.read_rows(path) if path.exists() else iter(())
     losses = [(row.data.get("val/loss", math.nan), row.step) for row in rows if row.kind == "val"]

@@ -1,8 +1,8 @@
-"""The detector: judges every step of a training against its own recent past.
+"""The detector, which judges every training step by the run's own recent past.
 
-It finds single steps that stand out, a loss that keeps rising, runs that learn nothing, and steps at
-which a rule of the user holds. It never waits for a device or for another rank: the values that it
-sees are equal on all ranks. The guard decides what to do.
+It finds single steps that stand out, a loss that keeps rising, runs that learn nothing, and steps
+at which a user's rule holds. It never waits for a device or another rank, because the values that
+it sees are equal on all ranks. The guard decides what to do.
 """
 
 from collections import deque
@@ -22,31 +22,31 @@ GRAD_NORM = "train/grad_norm"
 VALID_TOKENS = "train/total_valid_token_count"
 
 MAX_FIRST_LOSS = 5.0
-"""Nats per token. A pretrained model starts below it on data that it can read."""
+"""Nats per token. A pretrained model starts below this loss on data that it can read."""
 MIN_LOSS_SPREAD, MIN_GRAD_SPREAD = 0.05, 0.10
-"""The smallest scales that count, in nats of the logarithm."""
+"""The smallest scales that a window may have, in nats of the signal's logarithm."""
 LOSS_Z, LOSS_WARN_RATIO, LOSS_SEVERE_RATIO = 8.0, 1.5, 2.0
-"""A loss stands out if its score, its ratio to the usual level and its rise are all large."""
+"""A loss stands out if its score, its ratio to the usual level, and its rise are all large."""
 MIN_LOSS_RISE = 0.1
-"""Nats. A memorised batch may double its tiny loss."""
+"""Nats. The loss of a memorised batch is tiny, so it may double without harm."""
 GRAD_WARN_Z, GRAD_WARN_RATIO = 6.0, 5.0
 GRAD_SEVERE_Z, GRAD_SEVERE_RATIO = 8.0, 50.0
 NUM_WARNS, NUM_WARN_STEPS = 3, 5
 """The third loss warning within five steps is severe."""
 NUM_GRAD_STEPS = 3
-"""A high gradient makes a high loss of its own step and of the two after it severe."""
+"""After a high gradient, a high loss in the same step or in the next two steps is severe."""
 
 NUM_RECENT, NUM_BEST = 32, 64
-"""The median of the last 32 steps is compared with the lowest median of 64 steps in a row."""
+"""The median of the last 32 steps is compared with the lowest median of 64 consecutive steps."""
 MIN_RATIO = 1.25
-"""The rise over the best level that counts as diverging; at least `MIN_LOSS_RISE`."""
+"""The ratio to the best level that counts as diverging, if the rise exceeds `MIN_LOSS_RISE`."""
 NUM_IN_A_ROW = 32
-"""Steps for which the rise must last; as many without it end the episode."""
+"""Steps for which the rise must last. The same number of steps without it ends the episode."""
 MIN_GRAD_NORM = 1e-6
-"""A smaller gradient moves nothing."""
+"""A smaller gradient norm changes nothing."""
 NUM_DEAD_STEPS = 10
 REST_STEPS = 50
-"""The shortest pause between two warnings, and the pause after a rule has acted."""
+"""The shortest pause between two warnings, and the pause after a rule has acted, in steps."""
 
 
 class Level(StrEnum):
@@ -55,7 +55,7 @@ class Level(StrEnum):
     WARN = "warn"
     """One step stands out."""
     RULE = "rule"
-    """A rule of the user holds."""
+    """A user's rule holds."""
     SEVERE = "severe"
     """The update of this step would do harm."""
     DIVERGING = "diverging"
@@ -68,7 +68,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Anomaly:
-    """One abnormal thing at one step."""
+    """One kind of trouble at one step."""
 
     step: int
     level: Level
@@ -77,14 +77,15 @@ class Anomaly:
     onset: int
     """The step at which the trouble began."""
     action: str = ""
-    """The answer that a rule of the user asks for."""
+    """The action that a user's rule asks for."""
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Limits beyond which the next step is a severe anomaly; the device compares with them, so it
-    need not wait for the host. Infinity means no limit. They apply to finite values of a step with
-    label tokens.
+    """The limits beyond which the next step is a severe anomaly.
+
+    The device compares the step's values with the limits, so it need not wait for the host.
+    Infinity means no limit. The limits apply to finite values of a step with label tokens.
     """
 
     loss_with_grad: float = inf
@@ -93,12 +94,12 @@ class StepLimits:
     grad_alone: float = inf
 
     def are_exceeded(self, loss: Any, grad_norm: Any) -> Any:
-        """Return whether the step is severe, for two floats or two scalar tensors."""
+        """Return True if the step is severe; takes two floats or two scalar tensors."""
         are_both = (loss > self.loss_with_grad) & (grad_norm > self.grad_with_loss)
         return are_both | (loss > self.loss_alone) | (grad_norm > self.grad_alone)
 
     def lowered_by(self, rules: Iterable[GuardRule]) -> "StepLimits":
-        """Return these limits, or those of rules that skip updates if they are lower."""
+        """Return these limits, lowered to those of rules that skip updates."""
         limits = self
         for rule in rules:
             if rule.action == "skip" and rule.above is not None:
@@ -114,11 +115,11 @@ class _Spikes(Remembered):
         self._loss = RobustWindow(MIN_LOSS_SPREAD)
         self._grad_norm = RobustWindow(MIN_GRAD_SPREAD)
         self._earlier = deque[tuple[int, bool, bool]](maxlen=NUM_WARN_STEPS - 1)
-        """The steps before: number, whether the loss was worth a warning, gradient high."""
+        """The previous steps: number, is the loss worth a warning, is the gradient high."""
 
     @property
     def is_ready(self) -> bool:
-        """Return whether enough steps are known to judge a loss."""
+        """True if the window has enough steps to judge a loss."""
         return self._loss.usual.is_known
 
     def limits(self) -> StepLimits:
@@ -138,14 +139,14 @@ class _Spikes(Remembered):
         )
 
     def scores(self, loss: float, grad_norm: float) -> dict[str, float]:
-        """Return the distances from the usual levels in scales."""
+        """Return the distances from the usual levels, measured in scales."""
         return {
             "guard/loss_z": self._loss.usual.z(loss),
             "guard/grad_z": self._grad_norm.usual.z(grad_norm),
         }
 
     def observe(self, step: int, loss: float, grad_norm: float) -> Anomaly | None:
-        """Judge a step with finite values, and count it as part of what is usual."""
+        """Judge a step with finite values, then add them to the windows of usual values."""
         limits, usual_grad = self.limits(), self._grad_norm.usual
         is_loss_high = loss > self._high_loss(LOSS_WARN_RATIO)
         is_grad_high = grad_norm > limits.grad_with_loss
@@ -162,12 +163,12 @@ class _Spikes(Remembered):
             found = Anomaly(step, level, message, onset)
         self._earlier.append((step, is_loss_high, is_grad_high))
         self._loss.push(loss)
-        if grad_norm > 0:  # a gradient of exactly zero does not tell the usual size
+        if grad_norm > 0:  # a gradient of exactly zero says nothing about the usual size
             self._grad_norm.push(grad_norm)
         return found
 
     def pass_over(self, step: int) -> None:
-        """Add a step that cannot be judged to the recent steps."""
+        """Add a step that cannot be judged to the previous steps."""
         self._earlier.append((step, False, False))
 
     def _high_loss(self, ratio: float) -> float:
@@ -176,14 +177,14 @@ class _Spikes(Remembered):
 
 
 class _Divergence(Remembered):
-    """A loss that stays above the best level it ever held. Each episode is reported once."""
+    """Finds a loss that stays above the best level of the run. Each episode is reported once."""
 
     def __init__(self) -> None:
         self._values = deque[float](maxlen=NUM_BEST)
         self._best = 0.0
         self._is_diverging = False
         self._num_in_a_row = 0
-        """Steps above the bound outside an episode, steps below it inside one."""
+        """Consecutive steps above the bound outside an episode, or below it inside one."""
         self._first_step = 0
 
     def observe(self, step: int, loss: float) -> Anomaly | None:
@@ -207,7 +208,7 @@ class _Divergence(Remembered):
         self._num_in_a_row, self._is_diverging = 0, is_above
         if not is_above:
             return None
-        # a median crosses the bound when half of its steps are above it
+        # a median crosses the bound when half of its steps are above the bound
         onset = max(0, self._first_step - NUM_RECENT // 2)
         message = (
             f"{LOSS} has risen from {self._best:.4g} at best to {recent:.4g}, since about step "
@@ -217,8 +218,9 @@ class _Divergence(Remembered):
 
 
 class _NoLearning(Remembered):
-    """`NUM_DEAD_STEPS` steps in a row that teach nothing. It is reported once until a step that
-    does.
+    """Finds `NUM_DEAD_STEPS` consecutive steps from which the model learns nothing.
+
+    Each such stretch is reported once. It ends at the next step from which the model learns.
     """
 
     def __init__(self) -> None:
@@ -242,8 +244,10 @@ class _NoLearning(Remembered):
 
 
 class _Warnings(Remembered):
-    """Rations warnings: each one doubles the pause before the next. If nothing stands out for as
-    long as the pause after its end, the pause is `REST_STEPS` again.
+    """Rations warnings: each warning doubles the pause before the next one.
+
+    If nothing stands out for another full pause after a pause ends, the next pause is `REST_STEPS`
+    again.
     """
 
     def __init__(self) -> None:
@@ -251,7 +255,7 @@ class _Warnings(Remembered):
         self._pause_end = 0
 
     def is_given(self, step: int) -> bool:
-        """Return whether a step that stands out causes a warning. If so, a pause begins."""
+        """Return True if a step that stands out causes a warning. A pause then begins."""
         if step < self._pause_end:
             return False
         is_calm = step >= self._pause_end + self._pause
@@ -263,8 +267,8 @@ class _Warnings(Remembered):
 class _Rules(Remembered):
     """Counts the consecutive steps for which each rule holds.
 
-    A rule that a checkpoint does not know starts from zero. The device carries out rules that skip
-    updates.
+    A rule that a checkpoint lacks starts at zero. Rules that skip updates are not counted, because
+    the device carries them out.
     """
 
     KEPT: ClassVar = ("_num_in_a_row", "_resting")
@@ -275,8 +279,9 @@ class _Rules(Remembered):
         self._resting = dict.fromkeys(self._rules, 0)
 
     def observe(self, step: int, values: Mapping[str, float]) -> Iterator[Anomaly]:
-        """Yield the rules that act after `step`. A rule does not hold at a step without its
-        metric.
+        """Yield an anomaly for each rule that acts after `step`.
+
+        A rule does not hold at a step without its metric.
         """
         for text, rule in self._rules.items():
             value = values.get(rule.metric, nan)
@@ -292,7 +297,7 @@ class _Rules(Remembered):
 
 
 class Detector(Remembered):
-    """Judges steps: `limits()` before a step and `observe()` after it agree on what is severe."""
+    """Judges steps. `limits()` before a step and `observe()` after it agree on severe anomalies."""
 
     KEPT: ClassVar = ("_steps", "_divergence", "_warnings", "_dead", "_rules")
 
@@ -306,12 +311,13 @@ class Detector(Remembered):
         """Metrics of the last observed step, all finite."""
 
     def limits(self) -> StepLimits:
-        """Return the limits of the coming step."""
+        """Return the limits for the next step."""
         return self._steps.limits()
 
     def observe(self, step: int, values: Mapping[str, float]) -> list[Anomaly]:
-        """Judge a finished step. `values` holds its loss, gradient norm and number of label tokens,
-        and the metrics that rules name.
+        """Judge a finished step.
+
+        `values`: its loss, gradient norm and number of label tokens, and the metrics in rules.
         """
         found = [*self._rules.observe(step, values), self._dead.observe(step, values)]
         loss, grad_norm = values[LOSS], values[GRAD_NORM]
@@ -329,7 +335,7 @@ class Detector(Remembered):
         return [anomaly for anomaly in found if anomaly is not None]
 
     def _unjudgeable(self, step: int, values: Mapping[str, float]) -> Anomaly | None:
-        """Return the reason why loss and gradient cannot be compared with the steps before."""
+        """Return an anomaly if the loss and gradient cannot be compared with previous steps."""
         for key in (LOSS, GRAD_NORM):
             if not isfinite(values[key]):
                 return Anomaly(step, Level.NONFINITE, f"{key} is {values[key]}", onset=step)

@@ -1,4 +1,4 @@
-"""Rules of the user: a limit on a metric, for how many steps it must be exceeded, and an answer."""
+"""User-defined rules: a limit on a metric, the number of steps beyond the limit, and an action."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ def require_usable_rules(rules: Sequence[GuardRule]) -> None:
             raise ConfigError(
                 f"{place}.metric' is '{rule.metric}', which the guard does not see: {hint}"
             )
-        # the device skips an update before the other metrics are known
+        # the device must decide to skip an update before the other metrics are known
         can_skip = rule.metric in (LOSS, GRAD_NORM) and rule.below is None and rule.num_steps == 1
         if rule.action == "skip" and not can_skip:
             raise ConfigError(

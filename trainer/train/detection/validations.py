@@ -1,4 +1,4 @@
-"""Judge the validations of a run: overfitting and early stopping."""
+"""Judge a run's validations, for overfitting and early stopping."""
 
 from collections.abc import Sequence
 from math import inf
@@ -8,24 +8,26 @@ from trainer.runtime.progress import Remembered
 from trainer.train.detection.window import curve_noise
 
 NOTE_RISE, NOTE_SIGMAS = 0.02, 4
-"""A rise over the best validation loss is noted above this share of it, and above so many standard
-deviations of the curve.
+"""A rise over the best validation loss is noted if it exceeds both this share of the best loss and
+this number of standard deviations of the curve's noise.
 """
 SURE_RISE, SURE_SIGMAS = 0.10, 8
-"""The same for a rise that is overfitting without a second one."""
+"""The same limits for a rise that counts as overfitting without a second rise."""
 TRAIN_FALL = 0.01
 """The share by which the training loss must have fallen since the best validation."""
 MIN_DELTA = 0.002
-"""Nats by which a validation must improve, to put early stopping off."""
+"""Nats by which a validation loss must improve to postpone early stopping."""
 
 
 def judge_validations(val_losses: Sequence[float], train_losses: Sequence[float]) -> list[str]:
-    """Return a verdict for each validation: "ok", "note" if it is clearly above the best so far,
-    "overfit" if it is the second such in a row or far above, while training still improves.
+    """Return a verdict for each validation: "ok", "note" or "overfit".
 
-    `train_losses` holds the level of the training loss around each validation. If that is above
-    its level at the best validation by the next one, the run has become unstable and does not
-    overfit.
+    "note": the loss is clearly above the best so far. "overfit": in addition, it is far above, or
+    the previous validation was noted too, while the training loss still falls.
+
+    `train_losses` holds the level of the training loss around each validation. If the training loss
+    at this or the next validation is not below its level at the best validation, the run has become
+    unstable rather than overfitted.
     """
     sigma = curve_noise(val_losses)
     verdicts: list[str] = []
@@ -49,7 +51,7 @@ def judge_validations(val_losses: Sequence[float], train_losses: Sequence[float]
 
 
 class ValidationWatch(Remembered):
-    """Remember the validations of a run: the best one, overfitting, early stopping.
+    """Remembers a run's validations, to find the best one, overfitting, and the time to stop early.
 
     `patience` validations in a row without a better loss end a run; None turns early stopping off.
     """
@@ -81,8 +83,9 @@ class ValidationWatch(Remembered):
         return self._patience is not None and num_unimproved >= self._patience
 
     def observe(self, step: int, *, val_loss: float, train_loss: float) -> bool:
-        """Return whether the model overfits. Both losses are finite; `train_loss` is a level around
-        the step.
+        """Add a validation, and return True if the model overfits.
+
+        Both losses must be finite. `train_loss`: the level of the training loss around the step.
         """
         if val_loss < self.best_loss:
             self._best_step = step

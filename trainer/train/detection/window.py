@@ -1,4 +1,7 @@
-"""Robust location and scale: of a trailing window, which outliers cannot spoil, and of a curve."""
+"""Robust estimates: the centre and scale of a trailing window, and the noise of a curve.
+
+Outliers cannot spoil them.
+"""
 
 import math
 from bisect import bisect_left, insort
@@ -15,31 +18,33 @@ MAD_TO_SIGMA = 1.4826
 SIGMAS_TO_Q95 = 1.645
 """The 95th percentile of a normal distribution, in standard deviations."""
 MIN_CURVE_POINTS = 5
-"""Fewer points do not show the noise of their curve."""
+"""The noise of a curve cannot be estimated from fewer points."""
 SIZE, MIN_POINTS = 128, 32
-"""Values in a full window, and in one that is large enough to be measured."""
+"""Number of values in a full window, and in the smallest window that can be measured."""
 NUM_NEWEST, START_Z = 32, 3.0
-"""Values this many scales above the newest 32 may belong to the start of a run."""
+"""Values more than 3 scales above the newest 32 values may belong to the start of a run."""
 WINSOR_Z = 6.0
-"""Values further out are cut to this score. An outlier then does not hide later ones, and the
-window still learns a lasting shift.
+"""Values with a higher score are reduced to this score. An outlier then does not hide later
+outliers, and the window still adapts to a lasting shift.
 """
 MIN_POSITIVE = 1e-12
-"""Smaller values count as this one, so that their logarithm exists."""
+"""Smaller values are raised to this value, so that their logarithm exists."""
 MAX_EXPONENT = 700.0
-"""`exp` overflows a little beyond it."""
+"""`exp` overflows slightly above this exponent."""
 
 
 def spread(deviations: ArrayLike) -> Any:
-    """Return the standard deviation of `deviations` from a middle, estimated by the median of their
-    sizes; an array over all axes but the last.
+    """Estimate a standard deviation from `deviations` from a centre, by the median of their sizes.
+
+    The median is taken over the last axis; the result has all other axes.
     """
     return MAD_TO_SIGMA * np.median(np.abs(deviations), axis=-1, overwrite_input=True)
 
 
 def curve_noise(values: ArrayLike) -> float:
-    """Return the standard deviation of a short curve's noise, estimated from its second
-    differences: those of a smooth curve are close to zero.
+    """Return the standard deviation of a short curve's noise.
+
+    It is estimated from the second differences, which are close to zero for a smooth curve.
     """
     bends = np.diff(np.asarray(values, dtype=np.float64), n=2)
     return float(spread(bends)) / 6**0.5 if len(bends) >= MIN_CURVE_POINTS - 2 else 0.0
@@ -53,7 +58,7 @@ def _log(value: float) -> float:
 class Usual:
     """Centre and scale of a window, both in nats of the signal's logarithm.
 
-    By default both are unknown: no value is above the usual.
+    By default both are unknown. Then no value counts as high.
     """
 
     centre: float = math.inf
@@ -74,13 +79,14 @@ class Usual:
         return math.exp(exponent) if self.is_known else math.inf
 
     def z(self, value: float) -> float:
-        """Return how many scales a finite value lies above the centre; 0 if that is unknown."""
+        """Return how many scales a finite value lies above the centre; 0 if it is unknown."""
         return (_log(value) - self.centre) / self.scale if self.is_known else 0.0
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the quantile of sorted values, by linear interpolation. (numpy takes ten times as
-    long for so few.)
+    """Return the quantile of sorted values, by linear interpolation.
+
+    numpy takes ten times as long for so few values.
     """
     place = share * (len(ordered) - 1)
     lower = int(place)
@@ -89,7 +95,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _measured(ordered: Sequence[float], least_scale: float) -> Usual:
-    """Return centre and scale of sorted logarithms."""
+    """Return the centre and scale of sorted logarithms."""
     centre = _quantile(ordered, 0.5)
     deviations = sorted([abs(value - centre) for value in ordered])
     # a mixture of easy and hard batches has a small median deviation and a long tail
@@ -98,9 +104,9 @@ def _measured(ordered: Sequence[float], least_scale: float) -> Usual:
 
 
 class RobustWindow:
-    """The last `SIZE` finite values of a positive signal, and what is `usual` for their logarithms.
+    """The last `SIZE` finite values of a positive signal, with their `usual` centre and scale.
 
-    The scale is at least `least_scale`: small deviations after a quiet stretch do not stand out.
+    The scale is at least `least_scale`, so small deviations after a quiet stretch do not stand out.
     """
 
     def __init__(self, least_scale: float) -> None:
@@ -132,11 +138,10 @@ class RobustWindow:
         insort(self._ordered, self._logs[-1])
 
     def _measure(self) -> Usual:
-        """Measure the window without the start of a run: without its oldest part, if that lies far
-        above the newest.
+        """Measure the window, without its oldest values if they are far above the newest values.
 
-        If the first steps counted, everything later would look usual. High batches that come now
-        and then are not such a part, and count.
+        Such values are the start of a run. If they counted, everything later would look usual.
+        Occasional high batches are not the start of a run, and do count.
         """
         if len(self._values) < MIN_POINTS:
             return Usual()

@@ -1,7 +1,8 @@
 """Require equal inputs on all ranks before the first step, because each rank reads its own copies.
 
-`facts_of` digests the prepared inputs, and `runtime.distributed.start` compares the digests as soon
-as the ranks meet. `require_model_unchanged` covers the time until each rank has loaded its weights.
+`facts_of` computes digests of the prepared inputs, and `runtime.distributed.start` compares them as
+soon as the ranks are connected. `require_model_unchanged` covers the time until each rank has
+loaded its weights.
 """
 
 import hashlib
@@ -31,13 +32,13 @@ OWN_OF_A_MACHINE = (
     "trainer.logger",
     "trainer.resume_from_path",
 )
-"""Keys that may differ between ranks: paths, whose contents are compared instead, and keys that
-change no number.
+"""Keys that may differ between ranks: paths, whose contents are compared instead, and keys that do
+not affect the numbers.
 """
 
 
 def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
-    """Return what must be equal on all ranks, by name: digests of the inputs, and the settings.
+    """Return digests of the inputs, and the settings, by name. All must be equal on all ranks.
 
     Calls `progress` while it reads weights. Raises `ConfigError`.
     """
@@ -74,10 +75,9 @@ def _digest(*parts: bytes) -> str:
 
 
 def require_model_unchanged(files: ModelFiles) -> None:
-    """Raise `ConfigError` on all ranks if a file of the model has changed on any of them.
-    Collective.
+    """Raise `ConfigError` on all ranks if a model file has changed on any rank. Collective.
 
-    Call it once every rank has loaded its weights and copied the files that exports need.
+    Call this once every rank has loaded its weights and copied the files that exports need.
     """
     found = distributed.gather(files.changes())
     if changed := sorted({change for changes in found for change in changes}):

@@ -1,4 +1,4 @@
-"""From the overrides of a command line to a checked configuration: defaults, recipe, overrides.
+"""Compose and check the configuration from defaults, recipe and command-line overrides.
 
 Imports no torch.
 """
@@ -26,7 +26,7 @@ from trainer.runtime.files import read_regular
 from trainer.tracking.facade import BACKENDS
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-"""`trainer/conf`: a link to the top-level `conf/`, in an installed package the files themselves."""
+"""`trainer/conf`: a link to the top-level `conf/`, or, in an installed package, the files."""
 LOCAL_RECIPE = "sft.local.yaml"
 RECIPE_BYTES = 2**16
 MAX_RECIPE_DEPTH = 64
@@ -51,7 +51,11 @@ SEE_HELP = f"; `{call('train --help')}` shows how to start a run"
 
 
 def with_recipe(words: list[str]) -> list[str]:
-    """Return the overrides with the default recipe if they name none. Print its name on stderr."""
+    """Return the overrides, with the default recipe added if they name no recipe.
+
+    The default recipe is that of `SFT_EXPERIMENT`, else `sft.local.yaml`, if there is one. Its name
+    is printed on stderr.
+    """
     if any(map(_is_recipe, words)):
         return words
     if recipe := os.environ.get("SFT_EXPERIMENT"):
@@ -65,8 +69,9 @@ def with_recipe(words: list[str]) -> list[str]:
 
 
 def load_config(words: list[str]) -> Config:
-    """Return the checked `Config` of defaults, recipe and overrides. Raises `ConfigError` that
-    names every wrong override.
+    """Return the checked `Config` of defaults, recipe and overrides.
+
+    Raises a `ConfigError` that names every wrong override.
     """
     tree = default_tree()
     recipes = [find_recipe(word.partition("=")[2]) for word in words if _is_recipe(word)]
@@ -78,7 +83,7 @@ def load_config(words: list[str]) -> Config:
 
 
 def with_words(config: Config, words: Iterable[str]) -> Config:
-    """Return the configuration with further overrides. Raises `ConfigError` as `load_config`."""
+    """Return the configuration with further overrides. Raises `ConfigError` like `load_config`."""
     tree = default_tree()
     assign(tree, config.resolved)
     return _with_overrides(tree, words)
@@ -97,7 +102,7 @@ def _with_overrides(tree: DictConfig, words: Iterable[str]) -> Config:
 
 
 def _parse_override(word: str) -> dict[str, Any]:
-    """Return `a.b=value` as {a: {b: value}}. Raises `ConfigError` for what is not an override."""
+    """Return `a.b=value` as {a: {b: value}}. Raises `ConfigError` if `word` is not an override."""
     written = word.encode(errors="backslashreplace").decode()
     if written != word:  # Python reads bytes that are not UTF-8 as lone surrogates
         raise ConfigError(
@@ -126,7 +131,7 @@ def _parse_override(word: str) -> dict[str, Any]:
 
 
 def as_word(text: str) -> str:
-    """Return a text as it is written in an override."""
+    """Return a text in the form in which an override must contain it."""
     return QuotedString(text, Quote.single).with_quotes()
 
 
@@ -135,8 +140,9 @@ def _is_recipe(word: str) -> bool:
 
 
 def find_recipe(name: str) -> Path | None:
-    """Return the file that `experiment=name` names; None for null. Raises `ConfigError` if it does
-    not exist.
+    """Return the recipe file that `experiment=name` names; None for an empty name or null.
+
+    Raises `ConfigError` if the file does not exist.
     """
     if name in ("", "null"):
         return None
@@ -159,8 +165,10 @@ def find_recipe(name: str) -> Path | None:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """Return the keys of a recipe. Raises `ConfigError` for a file that is not a recipe, and for
-    one that could read the environment.
+    """Return the keys and values of a recipe.
+
+    Raises `ConfigError` for a file that is not a recipe, and for a recipe that could read the
+    environment.
     """
     try:
         text = read_regular(path, limit_bytes=RECIPE_BYTES).decode()
@@ -178,12 +186,13 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _require_harmless(text: str) -> None:
-    """Refuse a recipe that would exhaust the machine: aliases of aliases grow without bound, and
-    deep nesting takes the parser minutes. Refuse interpolations other than `${group.key}`: a recipe
-    from elsewhere could read a secret from the environment, which the run would log with its
-    configuration.
+    """Refuse a recipe that could exhaust the machine or reveal a secret.
 
-    It looks at the parser's events before anything is built. Raises `ConfigError`,
+    Aliases of aliases grow without bound, and the parser takes minutes for deep nesting.
+    Interpolations other than `${group.key}` are refused, because a recipe from elsewhere could read
+    a secret from the environment, and the run would log it with its configuration.
+
+    The check looks at the parser's events before anything is built. Raises `ConfigError`,
     `yaml.YAMLError`.
     """
     depth = 0

@@ -1,4 +1,4 @@
-"""The end of a run, for whatever reason: close its parts, and write its report and its end."""
+"""End a run, for whatever reason: close its parts, write its report, and record its end."""
 
 import json
 import logging
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 REPORT = "report.html"
 REPORT_TIMEOUT_S = 600.0
 AWAIT_MAIN_S = 20.0
-"""Ranks wait this long for the main rank after an error that all of them have."""
+"""Seconds that ranks wait for the main rank after an error that all ranks raise."""
 
 
 @dataclass
 class RunResources:
-    """What a run must close, and its exit code. Only the main rank has `tracking`."""
+    """The resources that a run must close, and its exit code. Only the main rank has `tracking`."""
 
     setup: RunSetup
     tracking: Tracking | None = None
@@ -41,7 +41,7 @@ class RunResources:
     exit_code: int = EXIT_CRASH
 
     def give_back(self) -> None:
-        """Close all parts. The lock is last: an empty lock says that everything is written."""
+        """Close all parts. The lock comes last: an empty lock file means that all is written."""
         is_main, lock = self.setup.world.is_main, self.setup.start.lock
         try:
             if self.run is not None:
@@ -60,13 +60,13 @@ class RunResources:
 
 @contextmanager
 def giving_back(held: RunResources, stop: StopRequest) -> Iterator[None]:
-    """Set the exit code when the block ends, then close all parts. The main rank leaves first."""
+    """When the block ends, set the exit code and close all parts. The main rank leaves first."""
     timeout_s: float = held.setup.config.trainer.dist_timeout_s
     try:
         yield
     except Exception as error:
         is_documented = isinstance(error, tuple(DOCUMENTED))
-        # A killed rank is a crash, although torchrun then stops the others with a signal.
+        # A killed rank counts as a crash, although torchrun then stops the others with a signal.
         is_crash = not is_documented and bool(lost_ranks())
         code = EXIT_CRASH if is_crash else explain(error, stop)[0]
         held.exit_code = reported_exit_code() or code
@@ -74,14 +74,14 @@ def giving_back(held: RunResources, stop: StopRequest) -> Iterator[None]:
         timeout_s = AWAIT_MAIN_S if is_documented else 0.0
         raise
     finally:
-        # Signals of the launcher, which stops all ranks after a failure, must not cut this short.
+        # After a failure the launcher stops all ranks. Its signals must not cut this short.
         with stop.deferred():
             held.give_back()
             await_main(held.setup.world, "ended", timeout_s=timeout_s)
 
 
 def _log_end(setup: RunSetup, run: Run) -> None:
-    """Log what the run reached, where its best model is, and the command that serves it."""
+    """Log the run's steps and best loss, its best model's path, and the command to serve it."""
     step = run.batches.step
     text = f"{step:,} steps in {timedelta(seconds=round(run.meter.elapsed_s))}"
     if best := run.guard.validation_scores():
@@ -103,7 +103,7 @@ def _log_end(setup: RunSetup, run: Run) -> None:
 
 
 def _record_end(setup: RunSetup, step: int) -> None:
-    """Write to the last checkpoint that the run has ended, and with which inputs."""
+    """Record in the last checkpoint that the run has ended, and with which inputs."""
     checkpoint = setup.run_dir / step_dir_name(step)
     end = Finished(
         ended_early=step < setup.total_steps,
@@ -123,8 +123,9 @@ def already_complete(setup: RunSetup, checkpoint: Path, step: int) -> str:
 
 
 def write_final_report(run_dir: Path) -> None:
-    """Write `report.html` in another process and log its verdict. A failure is only logged,
-    because the run is over and saved.
+    """Write `report.html` in a separate process, and log the report's verdict.
+
+    A failure is only logged, because the run is over and saved.
     """
     page = run_dir / REPORT
     command = [sys.executable, "-m", "trainer.cli", "report", str(run_dir)]

@@ -1,6 +1,6 @@
-"""The inputs of a run: model files, tokenizer and tokens, prepared before any process group exists.
+"""Prepare the inputs of a run (model files, tokenizer and tokens) before a process group exists.
 
-Commands that only need tokens use `prepare_data_alone`.
+Commands that need only tokens use `prepare_data_alone`.
 """
 
 import copy
@@ -47,7 +47,7 @@ class PreparedData:
     train: Samples
     validation: Samples | None
     tokenizer: PreTrainedTokenizerBase
-    """With the chat template that is exported. `tokenizer_digest` covers both."""
+    """The tokenizer with the chat template that is exported. `tokenizer_digest` covers both."""
     tokenizer_digest: str
     chat_template: str | None
 
@@ -59,38 +59,38 @@ class Inputs(PreparedData):
     config: Config
     design: Design
     model_files: ModelFiles
-    """Read before anything else of the model, so that the run exports the files it trains."""
+    """Files read before all other model data, so the run exports the files that it started with."""
     whole: WholeCheckpoint | None
-    """The tensors of the model's files if they contain more than the trained part."""
+    """The tensors of the model's files, if the files contain more than the trained model."""
     data_files: Mapping[str, list[int]]
-    """Size and modification time of each data file, taken before reading."""
+    """Size and modification time of each data file, recorded before the file is read."""
 
     @property
     def source(self) -> ModelSource:
         return self.design.source
 
     def schedule_from(self, start: Position) -> Schedule:
-        """Return the order of the rows from a position on. Only some orders need lengths."""
+        """Return the order of the rows from a position on. Only some orders need row lengths."""
         data, seed = self.config.data, self.config.trainer.seed
         lengths = None if data.order == "shuffled" else self.train.row_lengths
         return Schedule(self.train.shares, data.train_batch_size, seed, start, data.order, lengths)
 
     def total_steps_from(self, start: Position) -> int:
-        """Return the steps of the whole run, including those before `start`."""
+        """Return the number of steps in the whole run, including those before `start`."""
         trainer = self.config.trainer
         schedule = self.schedule_from(start)
         return trainer.total_training_steps or schedule.steps_until(trainer.total_epochs)
 
 
 def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
-    """Read model files, tokenizer and tokens. The first rank does the work, the others wait.
+    """Read model files, tokenizer and tokens. The first rank does the work; the others wait.
 
     Calls `progress` meanwhile. Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """
     files = find_files(config)
     data_files = file_states(files)
     source = resolve_source(config, progress=progress)
-    return Inputs(  # in this order: the files of model and data before what is made of them
+    return Inputs(  # in this order: first the model and data files, then values made from them
         config=config,
         data_files=data_files,
         model_files=ModelFiles.read(Path(source.path)),
@@ -101,7 +101,7 @@ def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
 
 
 def require_trainable(config: Config, source: ModelSource) -> Design:
-    """Return the design of the model. Raises `ConfigError` for one that cannot be trained."""
+    """Return the model's design. Raises `ConfigError` for a model that cannot be trained."""
     design = design_model(config.model, source, max_length=config.data.max_length)
     require_matches(design.model, config.optim)
     return design
@@ -114,9 +114,10 @@ def prepare_data(
     *,
     progress: Callable[[], None],
 ) -> PreparedData:
-    """Return the samples of `files` with the tokenizer of `model`. The first process does the work.
+    """Return the samples of `files`, encoded with the tokenizer of `model`.
 
-    Calls `progress` meanwhile. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    The first process does the work; the others wait for it. Calls `progress` meanwhile. Raises
+    `ConfigError`, `DataError`, `CannotWriteError`.
     """
     data, encoders = config.data, Encoders(config, model)
     train = _prepare(encoders, files.train, progress)
@@ -144,7 +145,7 @@ def prepare_data(
 
 
 def prepare_data_alone(config: Config) -> PreparedData:
-    """Return the tokens of `prepare_inputs` from the same cache, without weights of the model."""
+    """Return the same tokens as `prepare_inputs`, from the same cache, without the weights."""
     source = source_without_weights(config)
     return prepare_data(config, find_files(config), source, progress=lambda: None)
 
@@ -153,22 +154,22 @@ class Encoders:
     """Turns the rows of each source into tokens, with the tokenizer of a model."""
 
     def __init__(self, config: Config, model: ModelSource) -> None:
-        """Raises `ConfigError`."""
+        """Load the model's tokenizer. Raises `ConfigError` if that fails."""
         self.config = config
         trusts_code = config.model.trust_remote_code
         try:
             self._own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=trusts_code)
-        except Exception as error:  # tokenizers raise many kinds
+        except Exception as error:  # tokenizers raise many kinds of errors
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(
                 f"the tokenizer in {model.path} cannot be loaded: {reason}.\n"
                 f"Fix: copy a complete one there"
             ) from error
-        # The digest of a large vocabulary takes half a second.
+        # Computing the digest of a large vocabulary takes half a second.
         self.tokenizer = cache(self._tokenizer)
 
     def _tokenizer(self, chat_template: str | None) -> tuple[PreTrainedTokenizerBase, str]:
-        """Return the tokenizer with a chat template, and the digest of both. Raises `ConfigError`."""
+        """Return the tokenizer with a chat template, and a digest of both. Raises `ConfigError`."""
         tokenizer = copy.copy(self._own)
         tokenizer.chat_template = read_chat_template(chat_template) or self._own.chat_template
         if chat_template in TEMPLATE_NAMES:
@@ -176,7 +177,7 @@ class Encoders:
         return tokenizer, tokenizer_digest(tokenizer)
 
     def encoding(self, source: Source) -> tuple[PreTrainedTokenizerBase, str, PrepareOptions]:
-        """Return the tokenizer for the rows of a source, its digest, and the options for the rows."""
+        """Return the tokenizer for a source's rows, its digest, and the options for the rows."""
         data = self.config.data
         options = PrepareOptions(
             keys=source.keys,
@@ -186,7 +187,7 @@ class Encoders:
             max_samples=source.max_samples,
             special_in_content=data.special_in_content,
         )
-        # Plain text has no template and no turns: their change must not prepare it again.
+        # Plain text has no template and no turns. A change of these must not prepare it again.
         if source.keys.text_key is not None:
             return *self.tokenizer(None), options
         kwargs = data.apply_chat_template_kwargs
@@ -211,7 +212,7 @@ def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 def _prepare(
     encoders: Encoders, sources: Files, progress: Callable[[], None]
 ) -> list[SourceSamples]:
-    """Prepare each source, with its own cache entry."""
+    """Prepare the tokens of each source. Each source has its own cache entry."""
     prepared = []
     for source, files in sources:
         tokenizer, digest, options = encoders.encoding(source)
@@ -233,12 +234,15 @@ def _prepare(
 
 
 def source_without_weights(config: Config) -> ModelSource:
-    """Return the model of the configuration. From the Hub it fetches config.json and tokenizer."""
+    """Return the configured model without weights.
+
+    From the Hub, this fetches only config.json and the tokenizer.
+    """
     return resolve_source(replace(config, model=replace(config.model, random_weights=True)))
 
 
 def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:
-    """Return the model of the configuration, downloaded if necessary. Raises `ConfigError`.
+    """Return the configured model, downloaded if necessary. Raises `ConfigError`.
 
     `progress` is called as bytes arrive.
     """
@@ -248,8 +252,9 @@ def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: Non
 
 
 def source_at(config: Config, path: str, *, random_weights: bool = False) -> ModelSource:
-    """Return the model in a directory, with the tokens that the configuration adds. `random_weights`
-    overrides the configuration.
+    """Return the model in a directory, with the tokens that the configuration adds.
+
+    `random_weights`: use random weights whatever the configuration says.
     """
     model, ids = config.model, dict[str, int]()
     random_weights = random_weights or model.random_weights or model.partial_pretrain == QUICKSTART

@@ -1,4 +1,4 @@
-"""Make a run from its configuration: its inputs, its ranks, its start, its parts, in this order.
+"""Build a run from its configuration: first its inputs, then its ranks, its start and its parts.
 
 This is the only file that knows all concrete parts.
 """
@@ -52,11 +52,11 @@ from trainer.train.start.setup import RunSetup
 
 logger = logging.getLogger(__name__)
 DEFAULT_LR, RANDOM_LR, ADAPTER_LR = 1e-5, 2e-3, 1e-4
-"""Peak rate if `optim.lr` is null: for pretrained weights, random weights, LoRA adapters."""
+"""Peak rates if `optim.lr` is null: for pretrained weights, random weights and LoRA adapters."""
 
 
 def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
-    """Make one run from its configuration. Return its exit code."""
+    """Build a run from its configuration, and train. Return the exit code."""
     trainer, model = config.trainer, config.model
     device = distributed.pick_device(trainer.device)
     _require_possible(config, device)
@@ -75,7 +75,7 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
         heartbeat=heartbeat,
         facts=facts_of(inputs, progress=heartbeat.beat),
     )
-    # Before the first step a rank may wait for a save and for other ranks.
+    # Before the first step, a rank may have to wait for a save and for other ranks.
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + SAVE_TIMEOUT_S)
     selection = choose(trainer, world)
     total_steps = inputs.total_steps_from(position_of(selection.chosen))
@@ -92,8 +92,9 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
 
 
 def _require_possible(config: Config, device: torch.device) -> None:
-    """Raise `ConfigError` for what cannot work on this device or number of ranks, before anything
-    slow starts.
+    """Raise `ConfigError` for settings that cannot work on this device or number of ranks.
+
+    This happens before anything slow starts.
     """
     model, num_ranks = config.model, rank_and_size()[1]
     is_selective = model.enable_gradient_checkpointing == SELECTIVE
@@ -115,7 +116,10 @@ def _require_possible(config: Config, device: torch.device) -> None:
 
 
 def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
-    """Build the parts, resume, train, and end the run. Return its exit code."""
+    """Build the parts, resume if there is a checkpoint, train, and end the run.
+
+    Returns the exit code.
+    """
     start = setup.start
     heartbeat.report_to(setup.run_dir)
     held = RunResources(setup)
@@ -141,7 +145,7 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
 def build_run(
     setup: RunSetup, tracking: Tracking | None, stop: StopRequest, heartbeat: Heartbeat
 ) -> Run:
-    """Build every part of the run. They have no state of a checkpoint yet. Collective."""
+    """Build every part of the run, without loading a checkpoint. Collective."""
     config, inputs, world = setup.config, setup.inputs, setup.world
     trainer = config.trainer
     model = build_model(inputs.design, world=world, seed=trainer.seed)
@@ -183,8 +187,9 @@ def build_run(
 
 
 def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
-    """Return how this rank takes its part of each batch: limits of a micro-batch, and what a
-    document costs by its length.
+    """Return the plan by which this rank takes its share of each batch.
+
+    The plan contains the limits of a micro-batch, and the cost of a document by its length.
     """
     config, world = setup.config, setup.world
     limits = Limits(config.max_micro_batch_tokens, config.data.micro_batch_size_per_gpu)
@@ -201,7 +206,7 @@ def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
 
 
 def _lr_schedule(setup: RunSetup) -> LrSchedule:
-    """Return the schedule of the learning rate. The default peak depends on what is trained."""
+    """Return the learning-rate schedule. The default peak depends on the trained weights."""
     optim = setup.config.optim
     default = ADAPTER_LR if setup.config.model.has_adapters else DEFAULT_LR
     if setup.inputs.source.random_weights:
@@ -211,7 +216,10 @@ def _lr_schedule(setup: RunSetup) -> LrSchedule:
 
 
 def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
-    """Return the manager that saves and loads the parts. Exports of LoRA need the base's files."""
+    """Return the manager that saves and loads the parts.
+
+    LoRA exports need the files of the base model.
+    """
     config, inputs, trainer = setup.config, setup.inputs, setup.config.trainer
     whole, adapter = inputs.whole, None
     if config.model.has_adapters:
@@ -244,12 +252,14 @@ OF_THIS_MACHINE = (
     "trainer.resume_from_path",
     "trainer.checkpoint.mirror",
 )
-"""Keys that do not describe a model. A model card leaves them out."""
+"""Keys that do not describe the model. The model card leaves them out."""
 
 
 def _card_writer(setup: RunSetup) -> Callable[[Mapping[str, object]], bytes]:
-    """Return the function that writes model cards. They state the base, settings that differ from their
-    defaults, and the origins of data and code.
+    """Return the function that writes model cards.
+
+    The cards state the base model, the settings that differ from their defaults, and the origins of
+    data and code.
     """
     config, fingerprints = setup.config, setup.start.fingerprints
     base = config.model.partial_pretrain
@@ -271,9 +281,9 @@ def _card_writer(setup: RunSetup) -> Callable[[Mapping[str, object]], bytes]:
 
 
 def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
-    """Load a checkpoint into the parts, and warn if the run's metrics end before it. Collective."""
+    """Load a checkpoint into the parts. Warn if the run's metrics end before it. Collective."""
     parts.checkpoints.load(found)
-    parts.checkpoints.settle(found.step, parts.guard.history)  # a crash may have left it undone
+    parts.checkpoints.settle(found.step, parts.guard.history)  # a crash may have prevented this
     step = parts.batches.step
     if step < setup.total_steps:
         text = f"{found.path}, continuing at step {step + 1} of {setup.total_steps}"
@@ -289,7 +299,7 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
 
 
 def _announce(parts: Run, inputs: Inputs) -> str:
-    """Log data, batch and schedule of the run. Return the sample that was shown."""
+    """Log the data, batch and schedule of the run. Return the sample that was shown."""
     lr = parts.lr_schedule
     return announce(
         inputs.train,
@@ -304,7 +314,7 @@ def _announce(parts: Run, inputs: Inputs) -> str:
 
 
 def _fingerprints(inputs: Inputs) -> dict[str, str]:
-    """Return what must stay equal when a run continues. Collective."""
+    """Return the values that a continuation of the run is compared with. Collective."""
     config = inputs.config
     fingerprints = describe_run(
         config.resolved,

@@ -21,7 +21,7 @@ from trainer.train.meter import Meter
 from trainer.train.start.setup import RunSetup
 
 LINES_PER_EPOCH = 50
-"""Most lines of an epoch on the console if `trainer.log_every` is null."""
+"""Maximum number of console lines per epoch if `trainer.log_every` is null."""
 
 
 def make_tracking(setup: RunSetup) -> Tracking:
@@ -40,7 +40,7 @@ def make_tracking(setup: RunSetup) -> Tracking:
 
 
 def environment(world: World) -> dict[str, str]:
-    """Return machine and versions, by name, for `run.json` and the report."""
+    """Return facts about the machine and software versions, for `run.json` and the report."""
     return {
         "ranks": f"{world.size} on {distributed.device_name(world.device)}",
         "CPU cores": str(os.cpu_count()),
@@ -52,7 +52,7 @@ def environment(world: World) -> dict[str, str]:
 
 
 def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | None) -> Meter:
-    """Return the meter of the steps, with the facts about the data that every row repeats."""
+    """Return the meter of the steps, with the facts about the data that its rows repeat."""
     trainer, inputs, world = setup.config.trainer, setup.inputs, setup.world
     rows = inputs.train.summary
     facts = {
@@ -71,8 +71,9 @@ def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | Non
 
 
 def make_guard(setup: RunSetup, tracking: Tracking | None) -> Guard:
-    """Return the guard. It knows the rollbacks so far, and that random weights start with a high
-    loss.
+    """Return the guard, with the rollbacks so far.
+
+    It accepts a high first loss if the model starts from random weights.
     """
     guard = Guard(
         setup.config.trainer,

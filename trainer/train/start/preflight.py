@@ -1,5 +1,6 @@
-"""Check without torch whether a run can start, and whether it has ended. The launcher does so before
-it starts ranks.
+"""Check without torch whether a run can start, and whether it has already ended.
+
+The launcher runs these checks before it starts ranks.
 """
 
 import os
@@ -35,15 +36,17 @@ class DataFiles:
 
 
 def require_usable(config: Config) -> None:
-    """Check the run directory as a start does. Raises `ConfigError` if it belongs to another run or
-    has no usable checkpoint, `CannotWriteError`.
+    """Check the run directory in the same way as a start does.
+
+    Raises `ConfigError` if the directory belongs to another run or none of its checkpoints is
+    usable, and `CannotWriteError` if the directory cannot be written.
     """
     trainer = config.trainer
     RunFile(Path(trainer.default_local_dir, FILE_NAME)).require(
         trainer.project_name, trainer.experiment_name
     )
     try:
-        # A run that continues may be complete, and then writes nothing.
+        # A run that continues may already be complete. It then writes nothing.
         if find_candidates(config).chosen is None:
             _require_writable(Path(trainer.default_local_dir))
     except NoUsableCheckpointError:
@@ -52,7 +55,10 @@ def require_usable(config: Config) -> None:
 
 
 def find_candidates(config: Config) -> Selection:
-    """Return what the run would continue from. Raises `ConfigError`, `CannotWriteError`."""
+    """Return the checkpoints that the run could continue from.
+
+    Raises `ConfigError`, `CannotWriteError`.
+    """
     try:
         return candidates_of(config.trainer)
     except OSError as error:
@@ -60,7 +66,7 @@ def find_candidates(config: Config) -> Selection:
 
 
 def _require_writable(run_dir: Path) -> None:
-    """Raise `CannotWriteError` for a read-only place. Creates nothing."""
+    """Raise `CannotWriteError` if `run_dir` could not be written. Creates nothing."""
     nearest = existing_parent(run_dir)
     if os.access(nearest, os.W_OK | os.X_OK):
         return
@@ -69,7 +75,7 @@ def _require_writable(run_dir: Path) -> None:
 
 
 def find_files(config: Config) -> DataFiles:
-    """Return the files of all sources. Raises `DataError` for one that is missing or not data."""
+    """Return the files of all sources. Raises `DataError` for a missing or unsuitable file."""
     return DataFiles(_files(config, "train_files"), _files(config, "val_files"))
 
 
@@ -122,13 +128,13 @@ CHECKS: dict[str, Callable[[Config], object]] = {
     ),
     "mirror": _require_mirror,
 }
-"""Checks of the configuration alone. Each raises `ConfigError`."""
+"""Checks that need only the configuration. Each one raises `ConfigError` if it fails."""
 
 
 def already_complete(config: Config) -> str | None:
     """Return the message of a run that has ended, if a start with `config` would change nothing.
 
-    None: the ranks must decide. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    Returns None if the ranks must decide. Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """
     try:
         last = find_candidates(config).chosen
@@ -144,7 +150,7 @@ def already_complete(config: Config) -> str | None:
 
 
 def file_states(files: DataFiles) -> dict[str, list[int]]:
-    """Size and modification time of each data file, by path."""
+    """Return the size and modification time (ns) of each data file, by path."""
     states = {}
     for _, paths in (*files.train, *files.validation):
         for path in paths:

@@ -1,4 +1,4 @@
-"""The value from which the parts of a run are built."""
+"""`RunSetup`, the value from which the parts of a run are built."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ from trainer.train.start.inputs import Inputs
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Configuration, inputs, ranks and start of a run."""
+    """The configuration, inputs, ranks and start of a run."""
 
     inputs: Inputs
     world: World
