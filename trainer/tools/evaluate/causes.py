@@ -1,4 +1,6 @@
-"""Explains why an export's loss differs from its step's: compares its files with those of training."""
+"""Explains why the loss of an export differs from that of its step, by comparing the export's files
+with those of training.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,8 +49,8 @@ HARMLESS_KEYS = (
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint, with the samples, the loss and the number of supervised tokens of the validation
-    at its step.
+    """A checkpoint, with the samples, the loss and the number of supervised tokens of the
+    validation at its step.
     """
 
     info: CheckpointInfo

@@ -81,7 +81,7 @@ def load_model(
 
 
 def _from_files(loader: Any, path: Path, **options: Any) -> Any:
-    """Call `from_pretrained`. Raises `ConfigError` if that would run code shipped with the model."""
+    """Call `from_pretrained`. Raises `ConfigError` if that would run code shipped with a model."""
     try:
         return loader.from_pretrained(path, trust_remote_code=False, **options)
     except ValueError as error:
@@ -164,7 +164,9 @@ def require_vllm(python: str) -> None:
 
 
 class _Chat:
-    """Converts prompts to token ids and back, with the tokenizer and chat template of the export."""
+    """Converts prompts to token ids and answers to text, with the tokenizer and chat template of
+    the export.
+    """
 
     def __init__(self, export: Path) -> None:
         self.tokenizer: Any = _from_files(transformers.AutoTokenizer, export)
@@ -200,7 +202,7 @@ class _Chat:
 def generate_in_transformers(
     export: Path, prompts: Sequence[Turns], max_new_tokens: int
 ) -> Iterator[list[str]]:
-    """Yield the answers of transformers to `BATCH` prompts at a time, which are padded on the left."""
+    """Yield the answers of transformers to `BATCH` prompts at a time, padded on the left."""
     transformers.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chat = _Chat(export)

@@ -50,7 +50,8 @@ class Certificate:
     """The result of a proof, which is filled in as the proof proceeds.
 
     `base_loss` is the loss of an adapter's base model alone. `causes` and `first_difference` are
-    set if the proof fails. `served_loss` is NaN if the engine cannot load the export.
+    set if the proof fails. `served_loss` and `tolerance` are NaN if the engine cannot load the
+    export.
     """
 
     step: int

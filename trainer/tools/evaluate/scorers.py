@@ -30,8 +30,8 @@ Turns = Sequence[Mapping[str, Any]]
 class Question:
     """A row of a file as a question.
 
-    `expected` is the value in the row's answer column; if the row has none, it is the assistant turn
-    that follows the question. `place` is `file:line`.
+    `expected` is the value in the row's answer column; if the row has none, it is the assistant
+    turn that follows the question. `place` is `file:line`.
     """
 
     turns: Turns
