@@ -12,7 +12,7 @@ from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 
 JOINED = ("±", "at step")
-"""A part of a line that begins like this is joined to the part before it, without a separator."""
+"""A part of a line that begins like this follows the part before it without a separator."""
 
 
 class ConsoleBackend(Backend):
@@ -23,7 +23,7 @@ class ConsoleBackend(Backend):
     def open(self) -> None:
         if not sys.stdout.isatty():
             return
-        # a refresh thread is avoided: a loader worker that is forked while it holds a lock hangs
+        # no refresh thread: a loader worker that is forked while the thread holds a lock would hang
         self._progress = Progress(
             BarColumn(20),
             TextColumn("{task.description}", markup=False),

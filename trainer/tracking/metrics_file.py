@@ -177,7 +177,7 @@ def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[st
             for offset in places[place]:
                 file.seek(offset)
                 content = json.loads(file.readline())
-                with suppress(ValueError, TypeError, AttributeError):  # edited by hand
+                with suppress(ValueError, TypeError, AttributeError):  # the file was edited by hand
                     nonfinite = content.get("nonfinite", {}).items()
                     content |= {key: float(text) for key, text in nonfinite}
                 merged |= content

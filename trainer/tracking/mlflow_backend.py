@@ -40,7 +40,7 @@ class MlflowBackend(ContinuedBackend):
 
     def where(self) -> str:
         if uri := os.environ.get("MLFLOW_TRACKING_URI"):
-            return "mlflow at " + re.sub("//[^/]*@", "//", uri)  # without a password
+            return "mlflow at " + re.sub("//[^/]*@", "//", uri)  # hides a password
         return f"mlflow ui --backend-store-uri {self._own_store}"
 
     def connect(self, run_id: str | None) -> str:
@@ -52,7 +52,7 @@ class MlflowBackend(ContinuedBackend):
             directory = (self.info.run_dir / "mlflow").resolve()
             directory.mkdir(parents=True, exist_ok=True)
             artifacts = (directory / "artifacts").as_uri()
-        # The registry is unused, but its default URI would need packages that mlflow-skinny lacks.
+        # The model registry is not used. Its default needs packages that mlflow-skinny lacks.
         self._client = MlflowClient(tracking_uri=uri or self._own_store)
         if run_id is None or not self._continue(run_id):
             run_id = self._new_run(artifacts)

@@ -69,7 +69,7 @@ class Certificate:
 
 
 def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certificate, Path]:
-    """Prove a checkpoint; return the certificate and the file to which it was written.
+    """Prove the export of a checkpoint; return the certificate and the file that holds it.
 
     Raises `ConfigError` or `DataError` if there is nothing to compare.
     """

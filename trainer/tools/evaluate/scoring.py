@@ -34,7 +34,7 @@ from trainer.tracking import Tracking, metrics_file, read_metrics, run_info
 
 DIRECTORY = "evaluation"
 Z = 1.959964
-"""Half the width of a 95 % interval, in standard deviations of a normal distribution."""
+"""Half the width of a 95 % interval, in standard deviations."""
 
 
 @dataclass(frozen=True)

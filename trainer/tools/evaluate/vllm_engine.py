@@ -4,7 +4,7 @@ This file imports nothing from the package. JOB is a JSON file with "model", "ad
 "max_lora_rank", "ids" (a list of token ids for each prompt) and "answer", the file to write. With
 "masks", the answer has "sums": the log-probability of the supervised tokens of each prompt. With
 "max_new_tokens" and "stop_ids", it has "ids": the tokens that vLLM generates greedily after each
-prompt. It also has vLLM's "version".
+prompt. Every answer also has vLLM's "version".
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A log together with the profile and the anomalies that were found in it."""
+"""A log together with its profile and the anomalies that were found in it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ NUM_WARMING = 20
 CAP_SHARE = 0.97
 """A longest answer of at least this share of the cap has reached it."""
 MIN_HITS = 3
-"""A length that is the longest in fewer batches than this may be so by chance, without a cap."""
+"""If the cap is unknown, the longest length counts as the cap once it occurs this many times. Fewer
+occurrences may be chance.
+"""
 
 
 class NotJudged(Exception):  # noqa: N818 - not an error: a check that cannot judge
@@ -135,7 +137,7 @@ class AnalysedRun:
         return f"{name} is not set" if value is None else f"{name} = {shown(value)}"
 
     def checkpoint(self, step: int) -> str:
-        """Return words for the newest complete checkpoint up to a step."""
+        """Describe the newest complete checkpoint at or before a step."""
         saved = [one.step for one in self.log.checkpoints if one.is_complete and one.step <= step]
         if not saved:
             return f"a checkpoint of step {step} or before, if one was kept"

@@ -21,7 +21,9 @@ from trainer.tools.report.statistics import Floats, Ints, finite
 from trainer.tools.report.vocabulary import meaning
 
 GROUPS = ("kl", "policy", "length", "reward", "gradient", "loss")
-"""Where several groups begin to move at the same point, an earlier one causes the later ones."""
+"""Groups of metrics, causes first. If several begin to move at the same point, an earlier group is
+known to cause the later ones.
+"""
 EFFECTS = {"loss": (8, 1.5, 0.1), "gradient": (6, 5, 0), "kl": (6, 5, 1.0)}
 """Maps each group that is an anomaly by itself to its limits: a score, a factor and a distance.
 
@@ -130,7 +132,7 @@ def _witness(key: str, group: str, series: Series) -> Witness:
     floor = 0.05 * (1 + (group == "gradient"))
     if not is_log:
         floor = max(1e-3, 0.05 * float(np.median(np.abs(values))))
-        if group not in EFFECTS:  # rewards and shares may stay equal for long
+        if group not in EFFECTS:  # rewards and shares may stay constant for a long time
             floor = max(floor, 0.02 * float(np.ptp(values)), 0.02 * (meaning(key).unit == "share"))
     z, levels, spread = departures(values, floor)
     z[: min(NUM_START, len(z) // 4)] = 0
@@ -142,7 +144,7 @@ def _witness(key: str, group: str, series: Series) -> Witness:
             is_far &= np.exp(values) - np.exp(levels) > rise
         else:
             is_far = (np.abs(z) > score) & (np.abs(values - levels) > POLICY_RISE)
-    # half the memory: a log has many witnesses
+    # float32 halves the memory: a log has many witnesses
     z, spread = z.astype(np.float32), spread.astype(np.float32)
     return Witness(key, group, series, is_log, z, levels, spread, np.flatnonzero(is_far))
 

@@ -124,7 +124,7 @@ def checklist(
         last = START_STEPS if phase == "start" else run.last_step
         faults = [one for one in findings if one.id.startswith(check) and _begin(one) <= last]
         reason = unjudged.get(check) or unjudged.get(check.partition(":")[0])
-        if faults:  # the worst first
+        if faults:  # the worst comes first
             status, detail = STATUS[faults[0].level], " ".join(fault.title for fault in faults)
         elif reason:
             status, detail = "unknown", reason

@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class LogEvent:
-    """A start, an end, a saved checkpoint, a warning or an error at a step."""
+    """An event at a step: a start, an end, a saved checkpoint, a warning or an error."""
 
     step: int
     kind: str
@@ -81,7 +81,7 @@ class ServingCheck:
     tolerance: float
     is_equal: bool
     causes: tuple[str, ...] = ()
-    """Why the losses differ."""
+    """The reasons why the losses differ."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RunLog:
     hardest_by_step: Mapping[int, Sequence[tuple[str, float]]] = field(default_factory=dict)
     """For each step, the places and mean losses of its hardest samples."""
     total_steps: int | None = None
-    """Planned steps, None if unknown."""
+    """Number of planned steps; None if unknown."""
     evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     """Name (such as eval/code) -> step -> summary from `evaluations.jsonl`."""
     num_attempts: int = 1

@@ -14,7 +14,7 @@ from trainer.tools.report.statistics import Floats, Ints, noise, rolling, runs
 from trainer.train.detection.window import spread
 
 NUM_WINDOWS = 20
-"""A level is the median of a window. Its default width is the length of the series over this."""
+"""A level is the median of a window. By default, this many windows would fit into the series."""
 LEAST_WIDTH, MOST_WIDTH = 5, 250
 """The smallest and the largest default width of a window, in points."""
 PLACES_PER_WIDTH = 8
@@ -29,8 +29,8 @@ BAND_SIGMA = 3
 MIN_COURSE = 8
 """Fewer points than this show a level but not a course."""
 MAX_PLACES = 400
-"""An onset is tried at this many places; a longer stretch is first averaged to about as many
-points.
+"""A stretch with more points than this is first averaged to about this many, at each of which an
+onset is tried.
 """
 TINY = np.finfo(float).tiny
 

@@ -9,8 +9,8 @@ from trainer.tools.report.learning_rate import raised_rates
 from trainer.tools.report.result import Anomaly
 
 STORY = ("kl", "length", "reward")
-"""The typical chain in reinforcement learning: the policy leaves its reference, texts get longer,
-rewards collapse.
+"""The typical chain in reinforcement learning: the policy leaves its reference, its texts get
+longer, and rewards collapse.
 """
 
 

@@ -21,7 +21,7 @@ FIX = (
 )
 Reader = Callable[[Path, Store], None]
 READERS: dict[str, Reader] = {
-    # ms-swift makes a directory v<N>-<time> for each start, transformers checkpoint-<step>.
+    # ms-swift makes a directory v<N>-<time> for each start; transformers makes checkpoint-<step>.
     "metrics.jsonl logging.jsonl v*-*/logging.jsonl *.jsonl *.ndjson": read_json_lines,
     "trainer_state.json checkpoint-*/trainer_state.json *.json": read_log_history,
     "training_history.csv *.csv *.tsv": read_csv,

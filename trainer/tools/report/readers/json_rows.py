@@ -25,7 +25,7 @@ def read_json_lines(path: Path, store: Store) -> None:
     lines = JsonLines(path, is_final=True)
     for _, row in lines:
         step = row.get(step_key(row) or "")
-        if total := as_step(str(step).partition("/")[2]):  # of "2800/6000"
+        if total := as_step(str(step).partition("/")[2]):  # the total in "2800/6000"
             store.facts |= {"source": "ms-swift", "total_steps": total, "notes": NOTES}
         start = as_step(step)
         if row.get("kind") in metrics_file.MARKERS and start is not None:

@@ -30,7 +30,7 @@ PREFIXES = {
     # TRL and ms-swift log these without a prefix in files and with `train/` in TensorBoard.
     "^train/(?=(kl|reward|reward_std|frac_reward_zero_std)$|rewards/|completions/|clip_ratio)": "",
 }
-"""Prefix in other trainers' names (a pattern) -> our prefix."""
+"""Pattern for a prefix in other trainers' names -> our prefix."""
 
 
 def step_key(names: Collection[str]) -> str | None:
