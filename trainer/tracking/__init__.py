@@ -1,4 +1,4 @@
-"""Metrics are written to `metrics.jsonl` and sent to the chosen trackers. No tracker can stop or
+"""Writes metrics to `metrics.jsonl` and sends them to the chosen trackers. No tracker can stop or
 delay a run.
 """
 

@@ -1,4 +1,4 @@
-"""The interface of trackers, and the queue between a tracker and training, which never waits."""
+"""The interface of trackers, and the queue that keeps training from waiting for a tracker."""
 
 import logging
 import queue
@@ -13,31 +13,35 @@ from trainer.tracking.run_info import NOTHING_SENT, RunInfo
 
 logger = logging.getLogger(__name__)
 CAPACITY = 1024
-"""Calls that may wait for a tracker."""
+"""The number of calls that may wait in a tracker's queue."""
 RECORD_INTERVAL_S = 10.0
-"""Seconds between records of the last step sent. After a kill in between, the next attempt sends
-some steps twice.
+"""Seconds between records of the last step sent. If the run is killed between two records, the next
+attempt sends some steps twice.
 """
 
 
 class Backend:
-    """A tracker. Its methods are called from one thread; one that raises is dropped."""
+    """A tracker. All methods are called from one thread. A tracker whose method raises is
+    dropped.
+    """
 
     close_timeout_s: ClassVar[float] = 15.0
     is_inline: ClassVar[bool] = False
-    """Calls run in the caller's thread, because the order of the console's lines matters."""
+    """Whether calls run in the caller's thread. They do for the console, to keep lines in order."""
     modules: ClassVar[tuple[str, ...]] = ()
-    """The modules it imports."""
+    """The modules that the backend imports."""
     install: ClassVar[str] = ""
-    """The arguments of pip that install them, as in pyproject.toml."""
+    """The arguments for `pip install`, as in pyproject.toml."""
     environment: ClassVar[Mapping[str, str]] = {}
-    """Defaults set before the import: no library reports on its users."""
+    """Environment variables to set before the import unless they are set already. They keep the
+    libraries from sending usage reports.
+    """
 
     def __init__(self, info: RunInfo, name: str) -> None:
         self.info, self.name = info, name
 
     def where(self) -> str:
-        """Return how to look at it, for the start of a run."""
+        """Return a hint on how to view the tracker, which is shown at the start of a run."""
         return ""
 
     def open(self) -> None:
@@ -46,23 +50,24 @@ class Backend:
     def log(self, row: MetricsRow) -> None: ...
 
     def rewind(self, step: int) -> None:
-        """Continue from finished step `step`. Rows of later steps come again; after a rollback they
-        have other values.
+        """Continue from the finished step `step`. Rows of later steps follow again; after a
+        rollback they have different values.
         """
 
     def alert(self, event: Event) -> None:
-        """Report an event of level error."""
+        """Report an event with level "error"."""
 
     def close(self, exit_code: int) -> None: ...
 
 
 class ContinuedBackend(Backend):
-    """A tracker whose run continues over kills, restarts and rollbacks. It is sent the rows of
-    earlier attempts that it lacks, then the rows of this one.
+    """A tracker whose run continues across kills, restarts and rollbacks.
 
-    A killed attempt has sent more steps than its checkpoint holds. The next attempt repeats them,
-    and they are not sent again. Trackers keep rows for a moment before they write them. So a step
-    is recorded as sent in `run.json` only `RECORD_INTERVAL_S` after it was, and a kill loses no row.
+    It first receives the rows of earlier attempts that it lacks, then the rows of this attempt. A
+    killed attempt has sent steps that come after its last checkpoint. The next attempt repeats
+    these steps, and they are not sent again. Trackers hold rows for a moment before they write
+    them. Therefore `run.json` records a step as sent only `RECORD_INTERVAL_S` after it was sent, so
+    that a kill loses no row.
     """
 
     _run_id: str
@@ -71,18 +76,18 @@ class ContinuedBackend(Backend):
     _newest: int
     """The newest step sent."""
     _handed_over: int
-    """The last step that was complete at the last record."""
+    """The last step that was complete at the last record. The next record writes it."""
     _recorded_s: float
 
     def connect(self, run_id: str | None) -> str:
-        """Continue the tracker's run with this id, or begin one; return its id."""
+        """Continue the tracker's run with this id, or begin a new run. Return the run's id."""
         raise NotImplementedError
 
     def send(self, row: MetricsRow) -> None:
         raise NotImplementedError
 
     def take_back(self, step: int) -> bool:
-        """Remove the rows of steps after `step`; return whether the tracker can."""
+        """Remove the rows of steps after `step`. Return False if the tracker cannot remove rows."""
         return False
 
     def disconnect(self, exit_code: int) -> None:
@@ -95,7 +100,7 @@ class ContinuedBackend(Backend):
             sent = NOTHING_SENT
         resume_step = self.info.resume_step
         if self.take_back(min(sent, resume_step)):
-            # it also took back what a killed attempt wrote without a record: send that again
+            # this also removed rows that a killed attempt sent but did not record: send them again
             sent = min(sent, resume_step)
         self._record(sent)
         for row in self.info.earlier_rows():
@@ -130,10 +135,10 @@ class ContinuedBackend(Backend):
 
 
 class Sink:
-    """Calls a backend in a daemon thread, from a bounded queue.
+    """Passes calls to a backend through a bounded queue and a daemon thread.
 
-    The backend is dropped for good, with one warning, when a call raises, when `CAPACITY` calls
-    wait, or when it has not closed within its `close_timeout_s` of `finish`.
+    The backend is dropped for good, with one warning, if a call raises, if `CAPACITY` calls are
+    waiting, or if it has not closed within `close_timeout_s` after `finish`.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -154,7 +159,7 @@ class Sink:
         self.send("open")
 
     def send(self, call: str, *args: Any) -> None:
-        """Hand on a call to an open backend. Never raises."""
+        """Pass a call on to the backend if it is open. Never raises."""
         if not self._is_open or self.is_dropped:
             return
         if self.backend.is_inline:
@@ -166,7 +171,7 @@ class Sink:
             self._drop(f"{self._call_name}() hangs or is too slow, {CAPACITY} calls wait")
 
     def finish(self, exit_code: int) -> None:
-        """Ask the backend to close; `wait` returns when it has, or its time is over."""
+        """Ask the backend to close. `wait` returns when it has closed or its time is up."""
         self._deadline_s = time.monotonic() + self.backend.close_timeout_s
         self.send("close", exit_code)
 

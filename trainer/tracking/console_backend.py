@@ -1,4 +1,4 @@
-"""The console: lines of some steps and of every validation, on a terminal with a progress bar."""
+"""Prints a line for some steps and for every validation. A terminal also shows a progress bar."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 
 JOINED = ("±", "at step")
-"""Parts that belong to the part before them."""
+"""A part of a line that begins like this follows the part before it without a separator."""
 
 
 class ConsoleBackend(Backend):
@@ -23,7 +23,7 @@ class ConsoleBackend(Backend):
     def open(self) -> None:
         if not sys.stdout.isatty():
             return
-        # no refresh thread: a loader worker forked while the thread holds a lock would hang
+        # no refresh thread: a loader worker that is forked while the thread holds a lock would hang
         self._progress = Progress(
             BarColumn(20),
             TextColumn("{task.description}", markup=False),
@@ -40,8 +40,8 @@ class ConsoleBackend(Backend):
             self._progress.stop()
 
     def log(self, row: MetricsRow) -> None:
-        """Print the metrics that have a console format, in the order of the table, and the user's
-        own.
+        """Print the metrics that have a console format, in the order of the table, then the user's
+        own metrics.
         """
         parts = []
         for key, metric in metrics.METRICS.items():
@@ -68,7 +68,7 @@ class ConsoleBackend(Backend):
             print(line, flush=True)
 
     def _is_due(self, step: int) -> bool:
-        """Return whether the line of a step is printed; those of the first and the last always
+        """Return whether the line of a step is due. The lines of the first and the last step always
         are.
         """
         is_first, self._has_shown_step = not self._has_shown_step, True

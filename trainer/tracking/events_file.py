@@ -1,8 +1,9 @@
-"""`events.jsonl`: starts, ends, warnings and errors of a run.
+"""`events.jsonl`: the starts, ends, warnings and errors of a run.
 
-One JSON object a line: `ts` (Unix seconds), `attempt`, `step`, `kind`, `level` (info, warn, error),
-`message`, and other fields of that kind. Every attempt begins with an event of kind "start" and
-ends with "end", which holds `exit_code`; a killed attempt has no end.
+Each line is a JSON object with `ts` (Unix seconds), `attempt`, `step`, `kind`, `level` (info, warn
+or error), `message`, and further fields that depend on the kind. Every attempt begins with an event
+of kind "start" and ends with one of kind "end", which holds `exit_code`. A killed attempt has no
+end.
 """
 
 import time
@@ -25,7 +26,7 @@ class Event:
     message: str
     level: str = "info"
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields: plain values, lists and mappings of them."""
+    """Further fields: plain values, or lists and mappings of plain values."""
 
 
 class EventsFile(AppendFile):
@@ -46,7 +47,8 @@ class EventsFile(AppendFile):
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events in the order written, without torn or foreign lines; [] without the
-    file.
+    """Return the events in the order in which they were written, without torn or foreign lines.
+
+    Returns an empty list if there is no file.
     """
     return [event for _, event in JsonLines(path) if event.keys() >= COLUMNS]

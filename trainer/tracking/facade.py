@@ -1,5 +1,5 @@
-"""The one object that the loop logs to. It writes rows and events to files and hands them to the
-chosen backends.
+"""The one object to which the training loop logs. It writes rows and events to files, and hands
+them to the chosen backends.
 """
 
 import importlib
@@ -40,26 +40,26 @@ BACKENDS: dict[str, type[Backend]] = {
     "trackio": TrackioBackend,
     "wandb": WandbBackend,
 }
-"""The names that `trainer.logger` may have; another tracker is an entry here."""
+"""The names that `trainer.logger` may contain. To add a tracker, add an entry to this table."""
 
 
 class Tracking:
-    """Metrics and events of one attempt of a run. Rank 0 builds it, and its owner calls `finish` in
-    a `finally`.
+    """Logs the metrics and events of one attempt of a run.
 
-    `log` writes the row to `run_dir/metrics.jsonl` and queues it for the backends, which open with
-    the attempt. `USE_WANDB=true` in the environment adds "wandb" to the backends and
-    `USE_WANDB=false` removes it. Calls may come from any thread.
+    Only rank 0 builds it, and its owner calls `finish` in a `finally` block. `log` writes the row
+    to `run_dir/metrics.jsonl` and queues it for the backends, which are opened when the attempt
+    starts. `USE_WANDB=true` in the environment adds "wandb" to the backends, and `USE_WANDB=false`
+    removes it. Any thread may call the methods.
 
-    `log_every` is the number of steps between lines of the console. `group`, unless
-    `WANDB_RUN_GROUP` is set, names the run that this one belongs to, by default itself: trackers
-    show them together. `run_dir` is by default `trainer.default_local_dir` of `config`, else
-    `checkpoints/<project>/<experiment>`.
+    `log_every` is the number of steps between console lines. Trackers show runs with the same
+    `group` together. It is by default the name of the experiment, and the environment variable
+    `WANDB_RUN_GROUP` overrides it. `run_dir` is by default `trainer.default_local_dir` from
+    `config`, otherwise `checkpoints/<project>/<experiment>`.
 
-    Raises `ConfigError` for an unknown backend or one whose package is missing and for a directory
-    that holds another run or in which another process trains, `CannotWriteError` when a file of its
-    own cannot be opened. After that no failure of a disk, a network or a tracker reaches the
-    caller.
+    Raises `ConfigError` for an unknown backend, for a backend whose package is missing, and for a
+    directory that holds a different run or in which a different process is training. Raises
+    `CannotWriteError` if one of its own files cannot be opened. After that, no failure of a disk, a
+    network or a tracker reaches the caller.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Tracking:
         local_dir = own.get("trainer.default_local_dir") or own.get("default_local_dir")
         run_dir = Path(run_dir or local_dir or Path("checkpoints", project_name, experiment_name))
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        # imported in the caller's thread, as imports from two threads can clash
+        # import in the caller's thread, because imports from two threads can clash
         backends = require_backends(names, load=True)
         run_file = RunFile(run_dir / run_info.FILE_NAME)
         run_file.require(project_name, experiment_name)
@@ -87,9 +87,9 @@ class Tracking:
             raise ConfigError(f"pid {pid} is training in '{run_dir}'. {ELSEWHERE}")
         self._metrics_file = MetricsFile(run_dir / metrics_file.FILE_NAME)
         self.past = self._metrics_file.past
-        """Facts from the earlier attempts of this run."""
+        """Facts about the earlier attempts of this run."""
         self.attempt = self._metrics_file.attempt
-        """1 for the first start of a run that logged anything, one more for each later one."""
+        """The number of this attempt, counted from 1. Attempts that logged nothing do not count."""
         self._row_losses = RowLossFile(run_dir / row_losses.FILE_NAME, attempt=self.attempt)
         self._events_file = EventsFile(run_dir / events_file.FILE_NAME, attempt=self.attempt)
         self._info = RunInfo(
@@ -110,12 +110,12 @@ class Tracking:
         self._has_started = self._has_finished = False
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Keep facts of this attempt in `run.json`; they replace those of earlier attempts."""
+        """Store facts about this attempt in `run.json`. They replace those of earlier attempts."""
         self._info.run_file.update(**facts)
 
     def start(self, step: int) -> None:
-        """Begin the attempt after finished step `step`. Without this call the first row begins
-        it.
+        """Begin the attempt, which continues after the finished step `step`. Without this call, the
+        first logged row begins it.
         """
         info = self._info
         with self._lock:
@@ -143,29 +143,30 @@ class Tracking:
                 sink.open()
 
     def log(self, data: Mapping[str, float], step: int, kind: str | None = None) -> None:
-        """Record the metrics of a step. Values are plain int or float.
+        """Record the metrics of a step. Values must be plain ints or floats.
 
-        Without `kind`, a row with a `val/` key is "val" and any other "train"; kinds such as
-        "system" or "epoch" may be added. Of each kind, step and metric the last value counts.
+        Without `kind`, the kind of a row with a `val/` key is "val", and that of any other row is
+        "train". Other kinds, such as "system" or "epoch", are allowed. If a metric is logged
+        several times for the same kind and step, the last value counts.
         """
         row = MetricsRow.of(data, step, kind)
         with self._lock:
             self._require_open("log", step)
             if not self._has_started:
-                # only a training row tells where the run continues; a result may be of any step
+                # only a training row shows where the run continues; a result may have any step
                 self.start(step - 1 if row.kind == "train" else max(step, self.past.last_step))
             self._last_step = step
             self._metrics_file.write(row)
             self._send("log", row)
 
     def log_rows(self, step: int, losses: SampleLosses, location: Callable[[int], str]) -> None:
-        """Record the losses of the samples of a step; `location` returns the place of a sample."""
+        """Record the losses of a step's samples. `location` returns the place of a sample id."""
         with self._lock:
             self._require_open("log_rows", step)
             self._row_losses.write(step, losses, location)
 
     def rewind(self, step: int) -> None:
-        """Go back to finished step `step` inside this attempt: rows of later steps no longer
+        """Go back to the finished step `step` within this attempt. Rows of later steps no longer
         count.
         """
         with self._lock:
@@ -174,8 +175,8 @@ class Tracking:
             self._send("rewind", step)
 
     def event(self, kind: str, step: int, message: str, level: str = "info", **fields: Any) -> None:
-        """Record what happened. The levels "warn" and "error" are shown on the console, "error"
-        also alerts in W&B.
+        """Record an event. The levels "warn" and "error" are shown on the console; "error" also
+        triggers an alert in W&B.
         """
         event = Event(kind, step, message, level, fields)
         with self._lock:
@@ -187,13 +188,16 @@ class Tracking:
             logger.log(LOG_LEVELS[level], "step %d: %s", step, message)
 
     def flush(self) -> None:
-        """Make what was logged survive a crash of the machine soon, without waiting for it."""
+        """Start to sync the logged data to disk, so that it survives a crash of the machine. Does
+        not wait for the sync.
+        """
         for file in (self._metrics_file, self._row_losses, self._events_file):
             file.sync_soon()
 
     def finish(self, exit_code: int = EXIT_DONE) -> None:
-        """Close all backends at once, waiting for each at most its `close_timeout_s`, then record
-        the attempt's end. A second call does nothing.
+        """Close all backends in parallel, then record the end of the attempt.
+
+        Waits for each backend at most its `close_timeout_s`. A second call does nothing.
         """
         with self._lock:
             if self._has_finished:
@@ -226,7 +230,9 @@ class Tracking:
 
 
 def with_environment(names: Sequence[str]) -> list[str]:
-    """Return the chosen backends, once each, with or without "wandb" as USE_WANDB asks."""
+    """Return the chosen backends without duplicates, with "wandb" added or removed as USE_WANDB
+    says.
+    """
     wish = os.environ.get(USE_WANDB, "").lower()
     if wish not in ("", "true", "false"):
         raise ConfigError(f"{USE_WANDB} in the environment must be true or false, got '{wish}'")
@@ -235,8 +241,10 @@ def with_environment(names: Sequence[str]) -> list[str]:
 
 
 def require_backends(names: Sequence[str], *, load: bool = False) -> dict[str, type[Backend]]:
-    """Return the chosen backends. Raises `ConfigError` for an unknown one, and for one whose
-    packages are missing or, with `load`, cannot be imported.
+    """Return the chosen backends by name.
+
+    Raises `ConfigError` for an unknown backend, and for one whose packages are missing or, with
+    `load`, cannot be imported.
     """
     found: dict[str, type[Backend]] = {}
     for name in with_environment(names):
@@ -253,7 +261,7 @@ def require_backends(names: Sequence[str], *, load: bool = False) -> dict[str, t
                     importlib.import_module(module)
                 elif importlib.util.find_spec(module.partition(".")[0]) is None:
                     raise ModuleNotFoundError(f"there is no module '{module}'")
-            except Exception as error:  # a broken package raises anything
+            except Exception as error:  # a broken package may raise anything
                 raise ConfigError(
                     f"'trainer.logger' has '{name}', but its package cannot be imported "
                     f"({type(error).__name__}: {error}).\n"

@@ -1,9 +1,10 @@
-"""`training_history.csv` and `validation_history.csv`: one row per epoch, from 1.
+"""Writes `training_history.csv` and `validation_history.csv`: one row per epoch, counted from 1.
 
-`loss` is the mean over the epoch's tokens in training, and the last one of the epoch in validation.
-Other columns are metrics with a `csv` entry in the table of metrics, and the mean of each metric of
-the user's own (`Train/Reward_Mean` is `reward_mean`). Values that are not finite are left out;
-`nonfinite_steps` counts the losses among them.
+In the training history, `loss` is the mean over the epoch's tokens; in the validation history, it
+is the epoch's last validation loss. The other columns are the metrics with a `csv` entry in the
+table of metrics, and the mean of each of the user's own metrics (`Train/Reward_Mean` becomes
+`reward_mean`). Values that are not finite are left out. `nonfinite_steps` counts the steps whose
+loss is not finite.
 """
 
 import csv
@@ -29,21 +30,22 @@ REDUCED: Mapping[str, Callable[[Sequence[float]], float]] = {
     "last": lambda values: values[-1],
     "median": statistics.median,
 }
-"""How the values of an epoch's steps become one."""
+"""The functions that reduce the values of an epoch's steps to one value."""
 STEP, TOKENS = "step", "train/total_valid_token_count"
 Values = dict[str, list[float]]
-"""The values of an epoch by metric."""
+"""Maps a metric to its values in an epoch."""
 Cells = dict[str, float]
 
 
 class HistoryBackend(Backend):
-    """Writes both files from `metrics.jsonl` when an epoch has ended and when the attempt ends, so
-    that neither restarts nor rollbacks leave a trace.
+    """Writes both files when an epoch has ended and when the attempt ends.
+
+    The files are built from `metrics.jsonl`, so restarts and rollbacks leave no trace in them.
     """
 
     close_timeout_s = 120.0
     _epoch: int | None = None
-    """The current epoch, once this attempt has made a step."""
+    """The current epoch; None until this attempt has trained a step."""
 
     def log(self, row: MetricsRow) -> None:
         if row.kind == "train":
@@ -69,8 +71,10 @@ class HistoryBackend(Backend):
 
 
 def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
-    """Return the lines of both histories. A validation belongs to the epoch of the training step
-    before it. Without `progress/epoch` the whole run is the first epoch.
+    """Return the lines of both histories.
+
+    A validation counts for the epoch of the last training step before it. Without `progress/epoch`,
+    the whole run is the first epoch.
     """
     epoch = 1
     epochs: dict[str, dict[int, Values]] = {"train": {}, "val": {}}
@@ -79,7 +83,7 @@ def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
             continue
         if row.kind == "train":
             epoch = _epoch_of(row)
-        else:  # the last validation of the epoch counts
+        else:  # only the last validation of an epoch counts
             epochs["val"].pop(epoch, None)
         values = epochs[row.kind].setdefault(epoch, defaultdict(list))
         values[STEP].append(row.step)
@@ -130,7 +134,7 @@ def _line(kind: str, epoch: int, values: Values) -> Cells:
 
 
 def _table(lines: Sequence[Cells]) -> str:
-    """Return CSV with a column for everything that any epoch has."""
+    """Return CSV text with a column for every value that any epoch has."""
     if not lines:
         return ""
     columns = dict.fromkeys(name for line in lines for name in line)

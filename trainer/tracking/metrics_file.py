@@ -1,13 +1,17 @@
-"""`metrics.jsonl`, the source of truth of a run: its writer and its reader.
+"""The writer and the reader of `metrics.jsonl`, which is the source of truth about a run.
 
-One flat JSON object a line: `step`, `attempt`, `kind`, `ts` (Unix seconds), then the metrics. JSON
-has no NaN: such a value is null, and `nonfinite` maps its key to "nan", "inf" or "-inf". Kinds are
-"train", "val", "end" (what became known after the last step) and others that are logged ("system",
-"epoch"), and two markers without metrics: "start", written by every attempt before its first row,
-and "rollback", written inside an attempt. Rows are appended and never rewritten.
+Each line is a flat JSON object with `step`, `attempt`, `kind`, `ts` (Unix seconds), then the
+metrics. JSON has no NaN and no infinity. Such a value is null, and `nonfinite` maps its key to
+"nan", "inf" or "-inf".
 
-A marker of step s means that the run continues from finished step s: rows of later steps before it
-no longer count. Of several rows of one (kind, step) that count, the last value of each metric does.
+The kinds of rows are "train", "val", "end" (metrics that became known only after the last step) and
+any others that were logged ("system", "epoch"). Two more kinds are markers without metrics: every
+attempt writes "start" before its first row, and an attempt writes "rollback" when it goes back.
+Rows are appended and never rewritten.
+
+A marker with step s means that the run continues from the finished step s: rows that stand before
+the marker and have later steps no longer count. If several rows with the same kind and step count,
+the last value of each metric is used.
 """
 
 import json
@@ -31,22 +35,24 @@ MARKERS = (START, ROLLBACK)
 
 
 _COLUMNS = re.compile(rb'\{"step":(\d+),"attempt":(\d+),"kind":"(\w+)","ts":([\d.]+)[,}]')
-"""The beginning of every line that is written here."""
+"""Matches the beginning of every line that `MetricsFile` writes."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """The metrics of earlier attempts, summed up."""
+    """A summary of the earlier attempts."""
 
     num_attempts: int
     duration_s: float
     last_step: int
-    """The last step that counts."""
+    """The last step whose rows count."""
 
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """Metrics of a finished step (0: before training); `ts` in Unix seconds, to the millisecond."""
+    """The metrics of a finished step; step 0 is the state before training. `ts` is in Unix seconds,
+    to the millisecond.
+    """
 
     step: int
     kind: str
@@ -55,10 +61,11 @@ class MetricsRow:
 
     @classmethod
     def of(cls, data: Mapping[str, Any], step: int, kind: str | None = None) -> "MetricsRow":
-        """Return a row of now. Without `kind` it is "val" if a key starts with `val/` or `eval/`,
-        else "train". A reducer such as `@sum` is taken off a key.
+        """Make a row with the current time.
 
-        Raises `TypeError` or `ValueError` naming the key for anything but plain numbers.
+        Without `kind`, the kind is "val" if a key starts with `val/` or `eval/`, otherwise "train".
+        A reducer suffix such as `@sum` is removed from a key. Raises `TypeError`, which names the
+        key, for a value that is not a plain number, and `ValueError` for a reserved key or kind.
         """
         if kind in MARKERS:
             raise ValueError(
@@ -77,7 +84,7 @@ class MetricsRow:
                     f"metric '{key}' collides with a column of {FILE_NAME}: rename it, e.g. "
                     f"'train/{name}'"
                 )
-            # a subclass such as numpy.float64 as the plain number
+            # convert a subclass such as numpy.float64 to the plain number
             numbers[name] = int(value) if isinstance(value, int) else float(value)
         is_validation = any(key.startswith(("val/", "eval/")) for key in numbers)
         kind = kind or ("val" if is_validation else "train")
@@ -85,13 +92,13 @@ class MetricsRow:
 
 
 class MetricsFile(AppendFile):
-    """Rows and markers; `past` holds the contents of the file when it was opened."""
+    """Appends rows and markers. `past` sums up the file's contents when it was opened."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.past = read_past(path)
         self.attempt = 1 + self.past.num_attempts
-        """The number of openings that wrote a line, this one included."""
+        """The number of this attempt. Earlier attempts count if they wrote a line."""
 
     def write(self, row: MetricsRow) -> None:
         nonfinite = {key: str(value) for key, value in row.data.items() if not math.isfinite(value)}
@@ -107,20 +114,23 @@ class MetricsFile(AppendFile):
 
 
 def now_s() -> float:
-    """Return Unix seconds, to the millisecond."""
+    """Return the current time in Unix seconds, to the millisecond."""
     return round(time.time(), 3)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows that count, sorted by step and kind, as written; values named in `nonfinite`
-    are floats again. Torn or foreign lines are passed over.
+    """Return the rows that count, sorted by step and kind.
+
+    Values that are named in `nonfinite` are converted back to floats. Torn or foreign lines are
+    skipped.
     """
     return list(_contents(path))
 
 
 def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[MetricsRow]:
-    """Yield the same rows one by one, however long the run; with `before_attempt` only those that
-    earlier attempts wrote.
+    """Yield the rows that count one by one, so that a long run does not fill the memory.
+
+    With `before_attempt`, yield only the rows that earlier attempts wrote.
     """
     for content in _contents(path, before_attempt):
         data = {key: value for key, value in content.items() if key not in RESERVED}
@@ -128,8 +138,8 @@ def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[Metr
 
 
 def read_past(path: Path) -> Past:
-    """Read what earlier attempts left, without reading whole lines: a second for a million rows.
-    Raises `OSError`.
+    """Sum up the earlier attempts. Only the beginning of each line is parsed, so a million rows
+    take about a second. Raises `OSError`.
     """
     first_ts: dict[int, float] = {}
     last_ts: dict[int, float] = {}
@@ -149,7 +159,7 @@ def read_past(path: Path) -> Past:
 
 
 def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows that count. Only their places are kept in memory."""
+    """Yield the rows that count. Only their offsets in the file are kept in memory."""
     places: dict[tuple[int, str], list[int]] = {}
     for offset, content in JsonLines(path):
         step, kind = content.get("step"), content.get("kind")
@@ -167,7 +177,7 @@ def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[st
             for offset in places[place]:
                 file.seek(offset)
                 content = json.loads(file.readline())
-                with suppress(ValueError, TypeError, AttributeError):  # edited by hand
+                with suppress(ValueError, TypeError, AttributeError):  # the file was edited by hand
                     nonfinite = content.get("nonfinite", {}).items()
                     content |= {key: float(text) for key, text in nonfinite}
                 merged |= content

@@ -1,4 +1,4 @@
-"""MLflow: at MLFLOW_TRACKING_URI, or a database file in the run directory without one."""
+"""Logs to MLflow: to the server at MLFLOW_TRACKING_URI, or to a database in the run directory."""
 
 import logging
 import os
@@ -18,14 +18,15 @@ MAX_PARAMS_PER_CALL = 100
 
 
 def metric_name(key: str) -> str:
-    """Return the key as MLflow allows it, without brackets: `train/lr(1e-3)` -> `train/lr_1e-3`."""
+    """Replace the characters that MLflow forbids in a key: `train/lr(1e-3)` -> `train/lr_1e-3`."""
     return re.sub(r"[^\w./: -]+", "_", key).rstrip("_")
 
 
 class MlflowBackend(ContinuedBackend):
-    """One run over all attempts. Its status follows from the exit code, and is RUNNING after a kill.
+    """All attempts form one MLflow run.
 
-    After a rollback the repeated steps have two values: MLflow cannot remove points.
+    The exit code determines the run's status, which stays RUNNING if the attempt was killed. After
+    a rollback, the repeated steps have two values, because MLflow cannot remove points.
     """
 
     close_timeout_s = 30.0
@@ -39,7 +40,7 @@ class MlflowBackend(ContinuedBackend):
 
     def where(self) -> str:
         if uri := os.environ.get("MLFLOW_TRACKING_URI"):
-            return "mlflow at " + re.sub("//[^/]*@", "//", uri)  # without a password
+            return "mlflow at " + re.sub("//[^/]*@", "//", uri)  # hides a password
         return f"mlflow ui --backend-store-uri {self._own_store}"
 
     def connect(self, run_id: str | None) -> str:
@@ -51,7 +52,7 @@ class MlflowBackend(ContinuedBackend):
             directory = (self.info.run_dir / "mlflow").resolve()
             directory.mkdir(parents=True, exist_ok=True)
             artifacts = (directory / "artifacts").as_uri()
-        # The model registry is not used; its default needs packages that mlflow-skinny lacks.
+        # The model registry is not used. Its default needs packages that mlflow-skinny lacks.
         self._client = MlflowClient(tracking_uri=uri or self._own_store)
         if run_id is None or not self._continue(run_id):
             run_id = self._new_run(artifacts)
@@ -75,7 +76,7 @@ class MlflowBackend(ContinuedBackend):
         return f"sqlite:///{(self.info.run_dir / 'mlflow').resolve()}/mlflow.db"
 
     def _continue(self, run_id: str) -> bool:
-        """Return whether the server knows the run."""
+        """Set the run to RUNNING again; return False if the server does not know the run."""
         from mlflow.exceptions import MlflowException
 
         try:

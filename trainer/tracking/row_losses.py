@@ -1,9 +1,9 @@
-"""`row_losses.jsonl`: the loss of every sample in every step, beside `metrics.jsonl`.
+"""`row_losses.jsonl`: the loss of every sample in every step. It lies next to `metrics.jsonl`.
 
-A line is a step: `ids` of the samples in the training data, their supervised `tokens`, `loss_sums`
-over these tokens before the update, and `places`, the file and line of the samples whose mean loss
-is highest. A line with `kind` ("start", "rollback") and a step means that the run continues from
-there: lines of later steps before it no longer count.
+Each line describes one step: `ids` of the samples in the training data, their numbers of supervised
+`tokens`, `loss_sums` over these tokens before the update, and `places`, the file and line of the
+samples with the highest mean loss. A line with a `kind` ("start" or "rollback") means that the run
+continues from its step: earlier lines about later steps no longer count.
 """
 
 from collections import defaultdict
@@ -17,16 +17,18 @@ from trainer.runtime.json_lines import AppendFile, JsonLines
 
 FILE_NAME = "row_losses.jsonl"
 NUM_PLACES = 4
-"""Samples of a step that are named by their place."""
+"""The number of samples of a step whose places are recorded."""
 MAX_BYTES = 2**26
-"""A longer file is not read: it would take too long."""
+"""A longer file is not read, because that would take too long."""
 DIGITS = 6
 
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """Losses of the samples of one global batch: `ids`, supervised `tokens`, and `loss_sums` over
-    these tokens, equally long. A sample that comes twice is counted as one.
+    """The losses of the samples in one global batch.
+
+    `ids`, the numbers of supervised `tokens`, and `loss_sums` over these tokens have the same
+    length. A sample that occurs twice in the batch has one entry.
     """
 
     ids: Sequence[int]
@@ -35,12 +37,12 @@ class SampleLosses:
 
     @property
     def means(self) -> np.ndarray:
-        """Mean losses; 0 without supervised tokens."""
+        """The mean loss of each sample; 0 for a sample without supervised tokens."""
         result: np.ndarray = self.loss_sums / np.maximum(self.tokens, 1)
         return result
 
     def hardest(self) -> dict[int, float]:
-        """Return the mean losses of the `NUM_PLACES` samples with the highest ones, by id."""
+        """Return id -> mean loss for the `NUM_PLACES` samples with the highest mean loss."""
         means = self.means
         order = np.argsort(-means, kind="stable")[:NUM_PLACES]
         return {self.ids[index]: float(means[index]) for index in order}
@@ -48,14 +50,15 @@ class SampleLosses:
 
 @dataclass(frozen=True)
 class HardRow:
-    """A sample over all steps it was trained in; `excess`: its mean loss minus that of its batch,
-    on average.
+    """A sample over all steps in which it was trained.
+
+    `excess` is the average over these steps of its mean loss minus that of its batch.
     """
 
     place: str
     excess: float
     loss: float
-    """In the last of these steps."""
+    """The mean loss in the last of these steps."""
     num_steps: int
 
 
@@ -67,7 +70,7 @@ class RowLossFile(AppendFile):
         self._attempt = attempt
 
     def write(self, step: int, losses: SampleLosses, location: Callable[[int], str]) -> None:
-        """Write a line; `location` returns the place of a sample id."""
+        """Write the line of a step. `location` returns the place of a sample id."""
         sums = np.round(losses.loss_sums, DIGITS).tolist()
         self.append(
             {
@@ -86,8 +89,9 @@ class RowLossFile(AppendFile):
 
 
 def read_row_losses(path: Path) -> tuple[dict[int, SampleLosses], dict[int, str]]:
-    """Return the losses of every step that counts, and the places of samples that are named.
-    Raises `OSError`.
+    """Return the losses of every step that counts, and the recorded places of samples by id.
+
+    Both are empty if there is no file or it is longer than `MAX_BYTES`. Raises `OSError`.
     """
     steps: dict[int, SampleLosses] = {}
     places: dict[int, str] = {}
@@ -105,15 +109,15 @@ def read_row_losses(path: Path) -> tuple[dict[int, SampleLosses], dict[int, str]
                 steps[step] = SampleLosses(ids, tokens, sums)
                 places |= {int(name): str(place) for name, place in content["places"].items()}
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            continue  # torn, or of another program
+            continue  # the line is torn, or a different program wrote it
     return steps, places
 
 
 def read_hard_rows(
     path: Path, *, limit: int
 ) -> tuple[list[HardRow], dict[int, list[tuple[str, float]]]]:
-    """Return the samples whose losses exceed those of their batches most, and for each step the
-    places and mean losses of its hardest samples. Raises `OSError`.
+    """Return the `limit` samples whose losses exceed their batches' losses the most, and for each
+    step the places and mean losses of its hardest samples. Raises `OSError`.
     """
     steps, places = read_row_losses(path)
     excesses: dict[int, list[float]] = defaultdict(list)

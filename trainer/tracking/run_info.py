@@ -1,4 +1,4 @@
-"""`run.json`: names and configuration of a run, its ids in trackers and the steps sent to them."""
+"""`run.json`: a run's names and configuration, its ids in trackers, and the last steps sent."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "run.json"
 NOTHING_SENT = -1
-"""The last step sent to a new tracker run; step 0 is the state before training."""
+"""Stands for the last step sent while a tracker run is new. Step 0 is the state before training."""
 ELSEWHERE = (
     "Fix: log into another directory (run_dir, trainer.default_local_dir or "
     "trainer.experiment_name)"
@@ -25,7 +25,9 @@ ELSEWHERE = (
 
 
 class RunFile:
-    """`run.json`. Thread-safe; if the file cannot be written, a warning is logged."""
+    """Reads and updates `run.json`. Thread-safe. If the file cannot be written, a warning is
+    logged.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,8 +35,8 @@ class RunFile:
         self._content = read_run_file(path)
 
     def require(self, project_name: str, experiment_name: str) -> None:
-        """Raise `ConfigError` if the directory holds another run: each would take back the rows of
-        the other.
+        """Raise `ConfigError` if the directory holds a different run: each run would discard the
+        rows of the other.
         """
         holder = (self._content.get("project_name"), self._content.get("experiment_name"))
         if None not in holder and holder != (project_name, experiment_name):
@@ -44,7 +46,7 @@ class RunFile:
             )
 
     def tracker(self, name: str) -> tuple[str | None, int]:
-        """Return the id of a tracker's run, and the last step whose rows it surely has."""
+        """Return the id of a tracker's run, and the last step whose rows it is sure to have."""
         run_id = self._entries("run_ids").get(name)
         last_step = self._entries("last_sent").get(name)
         if not isinstance(run_id, str) or not isinstance(last_step, int):  # edited by hand
@@ -58,7 +60,7 @@ class RunFile:
         )
 
     def update(self, **content: Any) -> None:
-        """Replace entries; values that JSON lacks are kept as text."""
+        """Replace entries. Values that JSON cannot express are stored as text."""
         with self._lock:
             self._content |= content
             text = json.dumps(self._content, indent=2, default=str)
@@ -75,7 +77,7 @@ class RunFile:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """Return the content, {} without the file; others may keep their own keys in it."""
+    """Return the content, or {} without a readable file. Other code may store keys of its own."""
     try:
         content = json.loads(read_regular(path))
     except FileNotFoundError:
@@ -99,23 +101,25 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 @dataclass
 class RunInfo:
-    """The run as trackers see it."""
+    """The facts about a run that trackers need."""
 
     project_name: str
     experiment_name: str
     config: Mapping[str, Any]
     run_dir: Path
     total_steps: int | None
-    """Steps of the whole run, if known."""
+    """The number of steps of the whole run, if known."""
     attempt: int
     run_file: RunFile
     group: str
-    """Runs that trackers show together: a training and its evaluations."""
+    """The name of a group of runs that trackers show together, such as a training run and its
+    evaluations.
+    """
     log_every: int = 1
-    """Steps between the lines of the console."""
+    """The number of steps between console lines."""
     resume_step: int = 0
-    """Steps already done when this attempt starts, known before a backend opens; -1 if the
-    first row is of step 0.
+    """The number of steps that are done when this attempt starts; -1 if its first row has step 0.
+    It is set before a backend opens.
     """
 
     @property
@@ -123,5 +127,5 @@ class RunInfo:
         return self.run_dir / metrics_file.FILE_NAME
 
     def earlier_rows(self) -> Iterator[MetricsRow]:
-        """Yield the rows of earlier attempts that count, which end at the resume step."""
+        """Yield the rows of earlier attempts that count. They end at the resume step."""
         return metrics_file.read_rows(self.metrics_path, before_attempt=self.attempt)

@@ -1,4 +1,4 @@
-"""TensorBoard event files in `run_dir/tensorboard`."""
+"""Logs to TensorBoard event files in `run_dir/tensorboard`."""
 
 import uuid
 from typing import Any
@@ -10,7 +10,7 @@ FLUSH_S = 5
 
 
 class TensorboardBackend(ContinuedBackend):
-    """A later attempt and a rollback purge the steps they repeat, so that each step is drawn once."""
+    """A later attempt or a rollback purges the steps that it repeats. Each step is drawn once."""
 
     modules = ("tensorboard", "torch.utils.tensorboard")
     install = "'tensorboard>=2.18'"
@@ -28,7 +28,7 @@ class TensorboardBackend(ContinuedBackend):
             self._writer.add_scalar(key, value, row.step, walltime=row.ts)
 
     def take_back(self, step: int) -> bool:
-        """Begin a file whose first entry takes back the later steps of the files before it."""
+        """Begin a new file, whose first entry removes the steps after `step` in earlier files."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is not None:

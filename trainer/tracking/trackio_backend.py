@@ -1,4 +1,4 @@
-"""Trackio, on this machine: the database of the project in TRACKIO_DIR."""
+"""Logs to Trackio on this machine, in the project's database in TRACKIO_DIR."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -8,9 +8,11 @@ from trainer.tracking.metrics_file import MetricsRow
 
 
 class TrackioBackend(ContinuedBackend):
-    """After a rollback the repeated steps have two values: Trackio cannot remove points."""
+    """All attempts form one Trackio run. After a rollback, the repeated steps have two values,
+    because Trackio cannot remove points.
+    """
 
-    close_timeout_s = 35.0  # it waits for its own thread for 30
+    close_timeout_s = 35.0  # Trackio waits up to 30 s for its own thread
     modules = ("trackio",)
     install = "'trackio>=0.43'"
     environment: ClassVar[Mapping[str, str]] = {
@@ -26,10 +28,10 @@ class TrackioBackend(ContinuedBackend):
         import huggingface_hub
         import trackio
 
-        # The Hub's library reads the environment when it is imported, and transformers imports it
-        # earlier.
+        # huggingface_hub reads the environment only when it is imported, and transformers has
+        # imported it already.
         huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
-        # Not trackio.init: it finds a run by its name, which runs of other directories may have.
+        # trackio.init would find a run by its name, which runs in other directories may share.
         self._run = trackio.Run(
             url=None,
             client=None,

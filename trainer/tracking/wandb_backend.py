@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline (WANDB_MODE): one run continued over all attempts."""
+"""Logs to Weights & Biases, online or offline (WANDB_MODE). All attempts form one run."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ FINISH_TIMEOUT_S = 50.0
 MAX_TITLE_CHARS = 63
 STEP = "trainer/step"
 ROWS_PER_ATTEMPT = 10**9
-"""More than any attempt logs."""
+"""A number of rows that no attempt exceeds."""
 
 
 def require_login() -> None:
@@ -31,8 +31,9 @@ def require_login() -> None:
 
 
 class WandbBackend(ContinuedBackend):
-    """Steps are sent as the metric `trainer/step`: wandb's own step counts rows, because it must
-    never decrease. After a rollback the repeated steps appear twice: wandb cannot remove rows.
+    """Sends the step as the metric `trainer/step`. Wandb's own step must never decrease, so it
+    counts rows. After a rollback, the repeated steps appear twice, because wandb cannot remove
+    rows.
     """
 
     close_timeout_s = 60.0
@@ -53,7 +54,7 @@ class WandbBackend(ContinuedBackend):
 
         require_login()
         run_id = run_id or uuid.uuid4().hex[:12]
-        # WANDB_NAME is the name of the training, not of its evaluations
+        # WANDB_NAME names the training run, not its evaluations
         name = None if "evaluation" in self.info.config else os.environ.get("WANDB_NAME")
         self._run = wandb.init(
             project=self._project,
@@ -63,8 +64,8 @@ class WandbBackend(ContinuedBackend):
             dir=str(self.info.run_dir),
             id=run_id,
             resume="allow",
-            # The finish timeout also bounds wandb's exit hook: a dead network must not hold the
-            # process.
+            # The finish timeout also limits wandb's exit hook, so that a dead network cannot keep
+            # the process alive.
             settings=wandb.Settings(
                 console="off",
                 quiet=True,
@@ -76,7 +77,7 @@ class WandbBackend(ContinuedBackend):
         self._run.define_metric("*", step_metric=STEP)
         if self._run.offline:
             # All attempts are uploaded one after the other as one run, whose own step must rise. An
-            # offline attempt does not know how far earlier ones counted.
+            # offline attempt does not know how many rows earlier attempts logged.
             self._next_row = (self.info.attempt - 1) * ROWS_PER_ATTEMPT
         else:
             logger.info("wandb: %s", self._run.url)
@@ -85,8 +86,8 @@ class WandbBackend(ContinuedBackend):
 
     @property
     def _project(self) -> str:
-        """WANDB_PROJECT puts training and evaluation runs of several configurations into one
-        project.
+        """The W&B project. WANDB_PROJECT overrides the configured name, so that the runs of several
+        configurations can share a project.
         """
         return os.environ.get("WANDB_PROJECT") or self.info.project_name
 
@@ -103,6 +104,6 @@ class WandbBackend(ContinuedBackend):
         import wandb
 
         self._run.finish(exit_code=exit_code)
-        # finish() returns before wandb's service has written its file; a container that ends now
-        # would cut it.
+        # finish() returns before wandb's service has written its file. If the container ended now,
+        # the file would be incomplete.
         wandb.teardown(exit_code=exit_code)

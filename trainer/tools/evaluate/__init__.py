@@ -1,1 +1,1 @@
-"""Exports in inference engines: `evaluate` scores their answers, `prove` their loss."""
+"""Runs exports in inference engines: `evaluate` scores their answers, `prove` checks their loss."""

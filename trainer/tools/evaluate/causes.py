@@ -1,4 +1,6 @@
-"""Explain why an export has another loss than its step: compare its files with those of training."""
+"""Explains why the loss of an export differs from that of its step, by comparing the export's files
+with those of training.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +32,7 @@ from trainer.tools.evaluate.engines import PEFT_CONFIG, model_of
 from trainer.train.start.inputs import resolve_source
 
 RELATIVE = 1e-5
-"""Part of a sample's log-probability that another order of additions may change."""
+"""The share of a sample's log-probability that a different order of additions may change."""
 NUM_NAMED = 5
 HARMLESS_KEYS = (
     "dtype",
@@ -42,12 +44,14 @@ HARMLESS_KEYS = (
     "base_model_name_or_path",
     "auto_map",
 )
-"""Settings that change no logit."""
+"""Settings that do not change the logits."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint with the samples, loss and supervised tokens of its step's validation."""
+    """A checkpoint, with the samples, the loss and the number of supervised tokens of the
+    validation at its step.
+    """
 
     info: CheckpointInfo
     manifest: Manifest
@@ -63,7 +67,7 @@ class Trained:
 
 
 def causes_of(trained: Trained) -> list[str]:
-    """Return what is wrong with the files of an export, the most obvious first."""
+    """Return the faults in the files of an export, most obvious first."""
     return [
         *(f"files: {problem}" for problem in verify_files(trained.info.path, trained.manifest)),
         *_tokenizer(trained),
@@ -74,7 +78,7 @@ def causes_of(trained: Trained) -> list[str]:
 
 
 def _tokenizer(trained: Trained) -> Iterator[str]:
-    """Compare the exported chat template and vocabulary with those of the training."""
+    """Compare the exported chat template and vocabulary with those used in training."""
     try:
         exported = AutoTokenizer.from_pretrained(trained.export)
     except (OSError, ValueError) as error:
@@ -87,7 +91,7 @@ def _tokenizer(trained: Trained) -> Iterator[str]:
 
 
 def _adapter(trained: Trained) -> Iterator[str]:
-    """Compare an adapter's base weights with those that training used."""
+    """Compare the base weights of an adapter with those that training used."""
     if not (trained.export / PEFT_CONFIG).exists():
         return
     base, _ = model_of(trained.export)
@@ -97,7 +101,7 @@ def _adapter(trained: Trained) -> Iterator[str]:
 
 
 def _tensors(trained: Trained) -> Iterator[str]:
-    """Name exported tensors that differ from the tensors of these names in the shards."""
+    """Name exported tensors that differ from the tensors with the same names in the shards."""
     shards = read_shards(trained.info, layout.model_file)
     different = []
     for file in sorted(trained.export.glob("*.safetensors")):
@@ -116,7 +120,7 @@ def _tensors(trained: Trained) -> Iterator[str]:
 
 
 def _settings(trained: Trained) -> Iterator[str]:
-    """Name settings of model and adapter that differ from those of the training."""
+    """Name model and adapter settings that differ from those used in training."""
     sources = {
         "config.json": Path(resolve_source(trained.config).path) / "config.json",
         PEFT_CONFIG: trained.info.path / ADAPTER_CONFIG,
@@ -130,15 +134,16 @@ def _settings(trained: Trained) -> Iterator[str]:
 
 
 def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> str | None:
-    """Describe the first sample whose served log-probability is not the trained model's.
+    """Describe the first sample whose served log-probability differs from the trained model's.
 
-    `rounding` is the largest difference between two right log-probabilities of a sample.
+    `rounding` is the largest difference that two correct log-probabilities of a sample may have.
+    Returns None if no sample differs.
     """
     with trained_model(trained) as model:
         expected_sums = sums_of(model, trained)
     for index, (expected, served) in enumerate(zip(expected_sums, sums, strict=True)):
         is_near = abs(served - expected) <= rounding + RELATIVE * abs(expected)
-        if not is_near:  # also for NaN
+        if not is_near:  # NaN is never near
             _, (count,) = trained.samples.counts(np.array([index]))
             return (
                 f"{trained.samples.location(index)}: {-served / count:.4f} a token served, "
@@ -149,7 +154,7 @@ def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> 
 
 @contextmanager
 def trained_model(trained: Trained) -> Iterator[Any]:
-    """Build the model as a resume does, in a process group of one rank."""
+    """Build the trained model in the way a resume does, in a process group of one rank."""
     config = trained.config
     world = distributed.start(
         torch.device("cpu"), timeout_s=60, fsdp_size=-1, heartbeat=Heartbeat()
@@ -167,7 +172,7 @@ def trained_model(trained: Trained) -> Iterator[Any]:
 
 @torch.no_grad()
 def sums_of(model: Any, trained: Trained) -> np.ndarray:
-    """Return each sample's summed log-probability in the trainer's own model."""
+    """Return each sample's summed log-probability, computed with the trainer's own model."""
     indices = range(len(trained.samples))
     return np.array([-float(model(pack(trained.samples, [i])).loss_sum) for i in indices])
 
@@ -177,6 +182,6 @@ def round_weights(model: Any, dtype: torch.dtype) -> None:
     """Round all weights of a sharded model to `dtype`, in place."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # gathered copies would be used once more
+            module.reshard()  # otherwise the next forward uses the unrounded gathered copies
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))

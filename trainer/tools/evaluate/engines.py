@@ -1,4 +1,4 @@
-"""Serve an export with transformers or vLLM: log-probabilities of tokens, and greedy answers."""
+"""Serves an export with transformers or vLLM: log-probabilities of tokens, and greedy answers."""
 
 import json
 import tempfile
@@ -25,16 +25,19 @@ PEFT_CONFIG = "adapter_config.json"
 LEAST_VLLM_RANK = 16
 NUM_LOG_LINES = 12
 BATCH = 32
-"""Prompts that transformers continues together."""
+"""The number of prompts in one batch of transformers."""
 
 Generate = Callable[[Path, Sequence[Turns], int], Iterator[list[str]]]
-"""Takes an export, prompts and the largest number of new tokens. Yields batches of answers, in the
+"""Takes an export, prompts and the maximum number of new tokens. Yields batches of answers, in the
 order of the prompts.
 """
 
 
 def make_generate(engine: str, python: str) -> Generate:
-    """Return the function of an engine. vLLM runs in the interpreter `python`."""
+    """Return the function that generates answers with an engine.
+
+    vLLM runs in the interpreter `python`. Raises `ConfigError` if that has no vLLM.
+    """
     if engine != VLLM:
         return generate_in_transformers
     require_vllm(python)
@@ -42,9 +45,10 @@ def make_generate(engine: str, python: str) -> Generate:
 
 
 def model_of(export: Path) -> tuple[Path, int]:
-    """Return the directory of the whole model, and the rank of the adapter; 0 if there is none.
+    """Return the directory of the whole model, and the rank of the adapter.
 
-    Raises `ConfigError` if the base model of an adapter is missing.
+    The whole model is the export itself with rank 0, or the base model of an adapter. Raises
+    `ConfigError` if the base model is missing.
     """
     if not (export / PEFT_CONFIG).exists():
         return export, 0
@@ -61,7 +65,7 @@ def model_of(export: Path) -> tuple[Path, int]:
 def load_model(
     export: Path, *, dtype: torch.dtype | Literal["auto"], has_adapter: bool = True
 ) -> Any:
-    """Load an export with transformers' own class, and its adapter unless `has_adapter` is false.
+    """Load an export with its transformers class, and its adapter unless `has_adapter` is false.
 
     `dtype="auto"` keeps the dtype of the files.
     """
@@ -77,7 +81,7 @@ def load_model(
 
 
 def _from_files(loader: Any, path: Path, **options: Any) -> Any:
-    """Call `from_pretrained`. Raises `ConfigError` if that would run code that comes with the model."""
+    """Call `from_pretrained`. Raises `ConfigError` if that would run code shipped with a model."""
     try:
         return loader.from_pretrained(path, trust_remote_code=False, **options)
     except ValueError as error:
@@ -93,7 +97,7 @@ def _from_files(loader: Any, path: Path, **options: Any) -> Any:
 def sums_in_transformers(
     export: Path, samples: Samples, *, dtype: torch.dtype, has_adapter: bool = True
 ) -> np.ndarray:
-    """Return the summed log-probability of the supervised tokens of each sample."""
+    """Return, for each sample, the summed log-probability of its supervised tokens."""
     model = load_model(export, dtype=dtype, has_adapter=has_adapter)
     sums = []
     for index in range(len(samples)):
@@ -107,9 +111,9 @@ def sums_in_transformers(
 
 
 def sums_in_vllm(export: Path, samples: Samples, *, python: str) -> tuple[np.ndarray, str]:
-    """Return the sums of `sums_in_transformers` as vLLM computes them, and its version.
+    """Return the same sums as `sums_in_transformers`, computed by vLLM, and vLLM's version.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if vLLM cannot serve the export.
     """
     documents = [samples.sample(index) for index in range(len(samples))]
     job = {
@@ -121,9 +125,9 @@ def sums_in_vllm(export: Path, samples: Samples, *, python: str) -> tuple[np.nda
 
 
 def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str, Any]:
-    """Run `vllm_engine.py` with `python` on a job about an export, and return its answer.
+    """Run `vllm_engine.py` in the interpreter `python` on an export, and return its answer.
 
-    Raises `ConfigError` with the end of its log.
+    `asked` holds the job's own fields. Raises `ConfigError` with the end of the log if it fails.
     """
     model, rank = model_of(export)
     with tempfile.TemporaryDirectory(prefix="sft-vllm-") as work:
@@ -132,7 +136,7 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
             **asked,
             "model": str(model),
             "adapter": str(export) if rank else None,
-            # vLLM takes powers of two
+            # vLLM accepts only powers of two
             "max_lora_rank": max(LEAST_VLLM_RANK, 1 << (rank - 1).bit_length()),
             "answer": str(answer_file),
         }
@@ -160,7 +164,9 @@ def require_vllm(python: str) -> None:
 
 
 class _Chat:
-    """Prompts and answers as token ids, by the tokenizer and chat template of the export."""
+    """Converts prompts to token ids and answers to text, with the tokenizer and chat template of
+    the export.
+    """
 
     def __init__(self, export: Path) -> None:
         self.tokenizer: Any = _from_files(transformers.AutoTokenizer, export)
@@ -169,7 +175,10 @@ class _Chat:
         self.stop_ids = sorted(all_ends - {None})
 
     def ids(self, turns: Turns) -> list[int]:
-        """Return the token ids of a prompt. Raises `ConfigError`."""
+        """Return the token ids of a prompt.
+
+        Raises `ConfigError` for several messages if the export has no chat template.
+        """
         if self.tokenizer.chat_template is not None:
             ids: list[int] = self.tokenizer.apply_chat_template(
                 list(turns), add_generation_prompt=True, return_dict=False
@@ -193,14 +202,14 @@ class _Chat:
 def generate_in_transformers(
     export: Path, prompts: Sequence[Turns], max_new_tokens: int
 ) -> Iterator[list[str]]:
-    """Yield the answers of transformers to `BATCH` prompts at a time, which are padded on the left."""
+    """Yield the answers of transformers to `BATCH` prompts at a time, padded on the left."""
     transformers.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chat = _Chat(export)
     model = load_model(export, dtype="auto").to(device)
     if chat.tokenizer.pad_token_id is None:
         chat.tokenizer.pad_token_id = chat.stop_ids[0]
-    # replaces the model's own settings, which would fill in whatever is not set here
+    # replaces the model's own settings, which would otherwise apply to everything not set here
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -223,7 +232,7 @@ def generate_in_transformers(
 def generate_in_vllm(
     python: str, export: Path, prompts: Sequence[Turns], max_new_tokens: int
 ) -> Iterator[list[str]]:
-    """Yield the answers of vLLM to all prompts at once."""
+    """Yield vLLM's answers to all prompts as a single batch."""
     chat = _Chat(export)
     job = {
         "ids": [chat.ids(turns) for turns in prompts],

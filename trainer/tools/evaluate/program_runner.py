@@ -1,8 +1,8 @@
-"""Run one program and its tests under limits: read a job from stdin, print why it fails.
+"""Runs one program and its tests under limits: reads a job from stdin, and prints why it fails.
 
-`programs.py` starts this file with the standard library alone. The program runs in a child; its
-parent only adopts the orphans of the program (PR_SET_CHILD_SUBREAPER), so that `programs.py` finds
-every process below it.
+`programs.py` starts this file, which may use only the standard library. The program runs in a child
+process. The parent only adopts the program's orphans (PR_SET_CHILD_SUBREAPER), so that
+`programs.py` finds all of the program's processes among its descendants.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ MAX_FILE_BYTES = 64 * 2**20
 MAX_OPEN_FILES = 64
 MAX_REASON_CHARS = 200
 VERDICT = "verdict:"
-"""Precedes the reason; without this mark the program ended before its tests."""
+"""The mark that precedes the reason. If it is missing, the program ended before its tests."""
 
 
 def main() -> None:
@@ -37,7 +37,9 @@ def main() -> None:
 
 
 def _limit(job: dict[str, Any]) -> None:
-    """Limit this process and its children; without a user number it stays the same user."""
+    """Limit the resources of this process and its children, and switch to the job's user id if it
+    has one.
+    """
     limits = {
         resource.RLIMIT_NPROC: job["max_tasks"],
         resource.RLIMIT_CPU: int(job["seconds"]) + 1,
@@ -78,7 +80,7 @@ def why_it_fails(code: str, tests: list[str]) -> str:
 
 
 def _holds(test: str, namespace: dict[str, Any]) -> bool:
-    """Evaluate an expression, or run statements, which pass unless they raise."""
+    """Return whether a test holds: an expression if it is true, statements if they do not raise."""
     try:
         expression = compile(test, "test.py", "eval")
     except SyntaxError:

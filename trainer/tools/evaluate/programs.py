@@ -1,13 +1,13 @@
-"""Run a program that a model wrote against tests, in a child process with limits.
+"""Runs a program that a model wrote against tests, in a child process with limits.
 
-The child gets an empty environment and a temporary directory, and everything that it started is
-killed when it ends. Where bubblewrap is installed, the child also runs inside it: without network,
-with its own process numbers, and with the interpreter, the system libraries and its own directory
-as the only files. Without bubblewrap the program can read and write the user's files and use the
+The child gets an environment without the user's variables and a temporary directory. When it ends,
+all processes that it started are killed. If bubblewrap is installed, the child runs inside it: it
+has no network and its own process ids, and it sees only the interpreter, the system libraries and
+its own directory. Without bubblewrap, the program can read and write the user's files and use the
 network, which is why the command requires `--allow-code`.
 
 The kernel does not limit the number of root's processes. Root therefore needs bubblewrap, and
-programs run inside it under another user number.
+programs of root run inside it under a different user id.
 """
 
 import functools
@@ -32,14 +32,14 @@ from trainer.tools.evaluate import program_runner
 BUBBLEWRAP = "bwrap"
 SYSTEM_DIRECTORIES = ("/usr", "/lib", "/lib64", "/bin")
 TIME_LIMIT_S = 10.0
-"""Wall time of a program with its tests."""
+"""The wall time that a program may take, including its tests."""
 MEMORY_BYTES = 512 * 2**20
-"""Address space of each of its processes."""
+"""The address space that each process of a program may use."""
 MAX_VERDICT_BYTES = 4096
-"""A verdict of this size arrives in one piece (PIPE_BUF)."""
+"""A verdict of up to this size arrives in one piece (PIPE_BUF)."""
 MAX_PROCESSES = 16
 FIRST_UID = 2**30
-"""Programs of root run under a random user number above this one, which nobody has."""
+"""Programs of root run under a random user id from this one on, which no user has."""
 
 
 @functools.cache
@@ -53,9 +53,9 @@ def has_bubblewrap() -> bool:
 
 
 def require_isolation() -> str:
-    """Return a line that says how programs are isolated here.
+    """Return a sentence that describes how programs are isolated on this machine.
 
-    Raises `ConfigError` for root without bubblewrap.
+    Raises `ConfigError` for root without a working bubblewrap.
     """
     if has_bubblewrap():
         return "programs run inside bubblewrap: no network, no files but the Python installation"
@@ -71,10 +71,11 @@ def require_isolation() -> str:
 
 
 def run_tests(code: str, tests: list[str]) -> str:
-    """Return why `code` does not pass `tests`; empty if it passes.
+    """Return the reason why `code` does not pass `tests`; empty if it passes.
 
-    A test is an expression that must be true, or statements that must not raise. Tests and program
-    share one interpreter: a program that attacks its judge can pass without solving the task.
+    A test is an expression that must be true, or statements that must not raise. The tests and the
+    program share one interpreter, so a program that attacks the tests can pass without solving the
+    task.
     """
     uid = FIRST_UID + secrets.randbelow(FIRST_UID) if os.geteuid() == 0 else None
     job = {
@@ -93,7 +94,7 @@ def run_tests(code: str, tests: list[str]) -> str:
 
 
 def judge(python: list[str], runner: str, job: dict[str, Any], work: str) -> str:
-    """Run a job in the directory `work`, and return why it fails; empty if it passes."""
+    """Run a job in the directory `work`, and return the reason why it fails; empty if it passes."""
     process = subprocess.Popen(
         [*python, "-I", "-S", "-B", runner],
         stdin=subprocess.PIPE,
@@ -122,7 +123,7 @@ def judge(python: list[str], runner: str, job: dict[str, Any], work: str) -> str
 
 
 def _num_tasks_of_user() -> int:
-    """Return the number of threads of this user, whose sum RLIMIT_NPROC limits."""
+    """Return the number of threads that this user runs, which RLIMIT_NPROC limits."""
     count = 0
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -132,7 +133,7 @@ def _num_tasks_of_user() -> int:
 
 
 def _bubblewrap(work: str) -> list[str]:
-    """Return the start of a command, with `work` as its only writable directory."""
+    """Return a command prefix that runs a program in bubblewrap, where only `work` is writable."""
     command = [BUBBLEWRAP, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     if os.geteuid() == 0:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]

@@ -1,12 +1,15 @@
-"""Prove that the loss of an export in an engine equals the validation loss of its step.
+"""Proves that the loss of an export in an engine equals the validation loss of its step.
 
-The engine gets the very tokens that the run validated on, and its loss of the supervised ones must
-be `val/loss`. The difference between two right losses is measured: the export is computed in the
-dtype it is served in and in a wider one. If the run computed with wider weights than the export
-has, the trained model is also computed with its own weights and with rounded ones. With D_i the
-difference of sample i's summed log-probability, a row for each of these comparisons, and N the
-supervised tokens of all samples, the tolerance is (the sum over comparisons of |sum D_i| +
-4 sqrt(sum D_i^2)) / N, the last sum over all rows, and at least 1e-6 of the loss.
+The engine receives exactly the tokens that the run validated on. Its loss over the supervised ones
+must equal `val/loss`, within a tolerance. The tolerance follows from measured differences between
+correct losses: the export's loss is computed in the dtype in which it is served and in a wider one.
+If the run computed with wider weights than the export has, the trained model's loss is also
+computed with its own weights and with rounded ones.
+
+Let D_i be the difference of sample i's summed log-probability, in one row for each of these
+comparisons, and N the number of supervised tokens of all samples. The tolerance is (the sum over
+comparisons of |sum D_i| + 4 sqrt(sum D_i^2)) / N, where the last sum is over all rows. It is at
+least 1e-6 of the loss.
 """
 
 import json
@@ -44,9 +47,11 @@ PROOFS = "proofs"
 
 @dataclass
 class Certificate:
-    """The result of a proof, filled in as it goes on. `base_loss` is the loss of an adapter's base
-    model alone. `causes` and `first_difference` are set if the losses differ; losses are NaN if the
-    engine cannot load the export.
+    """The result of a proof, which is filled in as the proof proceeds.
+
+    `base_loss` is the loss of an adapter's base model alone. `causes` and `first_difference` are
+    set if the proof fails. `served_loss` and `tolerance` are NaN if the engine cannot load the
+    export.
     """
 
     step: int
@@ -64,9 +69,9 @@ class Certificate:
 
 
 def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certificate, Path]:
-    """Return the certificate, and the file that it was written to.
+    """Prove the export of a checkpoint; return the certificate and the file that holds it.
 
-    Raises `ConfigError` and `DataError` if there is nothing to compare.
+    Raises `ConfigError` or `DataError` if there is nothing to compare.
     """
     if engine == VLLM:
         engines.require_vllm(python)
@@ -97,7 +102,11 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
 
 
 def read_trained(checkpoint: Path) -> Trained:
-    """Read a checkpoint and the validation of its step. Raises `ConfigError`, `DataError`."""
+    """Read a checkpoint and the validation at its step.
+
+    Raises `ConfigError` if the checkpoint is damaged, or if its step was not validated on the
+    present data. Raises `DataError` if the data cannot be read.
+    """
     info, run_dir = layout.inspect(checkpoint), checkpoint.resolve().parent
     if info.manifest is None:
         raise ConfigError(f"cannot prove '{checkpoint}': {info.reason}")
@@ -130,7 +139,9 @@ def read_trained(checkpoint: Path) -> Trained:
 
 
 def _dtypes(trained: Trained) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtype of serving, no wider than that of the validation, and a wider one."""
+    """Return the dtype for serving, which is no wider than that of the validation, and a wider
+    dtype.
+    """
     config = trained.config
     dtypes = {config.trainer.checkpoint.export_dtype, config.model.fsdp_config.param_dtype}
     if dtypes == {"float32"}:
@@ -139,9 +150,9 @@ def _dtypes(trained: Trained) -> tuple[torch.dtype, torch.dtype]:
 
 
 def compare(trained: Trained, result: Certificate, python: str) -> None:
-    """Serve the samples in the engine of `result`, and compare its loss with the trained one.
+    """Serve the samples in the engine of `result`, and compare the served loss with `val/loss`.
 
-    Any cause refuses the export.
+    The export is refused if `result.causes` holds any cause, even if the losses are equal.
     """
     causes = result.causes
     samples, export = trained.samples, trained.export

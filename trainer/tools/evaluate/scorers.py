@@ -1,4 +1,4 @@
-"""Questions for a model, and scorers of its answers."""
+"""The questions for a model, and the functions that score its answers."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,17 +19,19 @@ from trainer.train.start.inputs import prepare_data_alone
 MESSAGES, PROMPT, ANSWER, TESTS = "messages", "prompt", "answer", "tests"
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 FINAL = "####"
-"""Precedes the final answer in GSM8K."""
+"""The mark that precedes the final answer in GSM8K."""
 FENCED = re.compile(r"```[^`\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
 Turns = Sequence[Mapping[str, Any]]
-"""Messages; the model answers the last one."""
+"""Messages, the last of which the model answers."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A row to ask. `expected` is its column of answers, or without one the assistant turn that
-    follows the question. `place` is `file:line`.
+    """A row of a file as a question.
+
+    `expected` is the value in the row's answer column; if the row has none, it is the assistant
+    turn that follows the question. `place` is `file:line`.
     """
 
     turns: Turns
@@ -38,13 +40,17 @@ class Question:
 
 
 Scorer = Callable[[Question, str], str]
-"""Returns why an answer is wrong, or an empty string if it is right. Several threads call it.
-Raises `DataError` for a question that it cannot score.
+"""Returns the reason why an answer is wrong, or an empty string if it is right.
+
+Several threads call it at the same time. Raises `DataError` for a question that it cannot score.
 """
 
 
 def read_questions(path: Path, *, answer_key: str) -> list[Question]:
-    """Return a question for every row of a file. Raises `ConfigError`, `DataError`."""
+    """Return a question for every row of a file.
+
+    Raises `ConfigError` if the file is missing, `DataError` if it has no rows or an unusable row.
+    """
     if not path.is_file():
         raise ConfigError(
             f"--prompts: there is no file '{path}'.\n"
@@ -57,7 +63,10 @@ def read_questions(path: Path, *, answer_key: str) -> list[Question]:
 
 
 def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
-    """Return the validation rows of a run. Raises `ConfigError` if it has none, `DataError`."""
+    """Return the validation rows of a run as questions.
+
+    Raises `ConfigError` if the run has none, `DataError` for an unusable row.
+    """
     validation = prepare_data_alone(parse_recorded(read_config(run_dir))).validation
     if validation is None:
         raise ConfigError("the run holds out no rows for validation.\nFix: add --prompts FILE")
@@ -99,13 +108,16 @@ def _question(row: Any, answer_key: str, place: str) -> Question:
 
 
 def exact(question: Question, answer: str) -> str:
-    """Compare the texts, apart from white space."""
+    """Compare the answer with the expected text, ignoring differences in white space."""
     expected = _text(question)
     return "" if answer.split() == expected.split() else f"is not: {expected}"
 
 
 def numeric(question: Question, answer: str) -> str:
-    """Compare the last number after the last ####, or the last number of the text."""
+    """Compare the last numbers of the answer and the expected text.
+
+    If a text contains `####`, only the part after the last one counts.
+    """
     expected, found = _number(_text(question)), _number(answer)
     if expected is None:
         raise DataError(f"{question.place}: its answer has no number")
@@ -113,7 +125,7 @@ def numeric(question: Question, answer: str) -> str:
 
 
 def executed(question: Question, answer: str) -> str:
-    """Run the first fenced block of the answer, or all of it, against the tests of the question."""
+    """Run the program in the answer against the tests of the question."""
     tests = [question.expected] if isinstance(question.expected, str) else question.expected
     is_usable = isinstance(tests, list) and all(isinstance(t, str) and t.strip() for t in tests)
     if not is_usable or not tests:
@@ -128,7 +140,9 @@ SCORERS: dict[str, Scorer] = {"exact": exact, "numeric": numeric, EXEC: executed
 
 
 def program_of(answer: str) -> str:
-    """Return the first fenced block, even without its end, or the whole answer without a fence."""
+    """Return the first fenced block of an answer, even if it is not closed. Without a fence, return
+    the whole answer.
+    """
     found = FENCED.search(answer)
     return found[1] if found else answer
 

@@ -1,4 +1,4 @@
-"""Score checkpoints of a run by their answers, each once, also while the run trains."""
+"""Scores each checkpoint of a run once by its answers, even while the run is still training."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ Z = 1.959964
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The questions that every checkpoint is asked, and how its answers are scored."""
+    """The questions that every checkpoint is asked, and the way its answers are scored."""
 
     name: str
     questions: Sequence[Question]
@@ -49,7 +49,7 @@ class Evaluation:
     max_new_tokens: int
 
     def key(self, nonce: str | None) -> str:
-        """Return a name for this evaluation of one checkpoint; no other evaluation has it."""
+        """Return an identifier that is unique to this evaluation of the checkpoint with `nonce`."""
         questions = [[question.turns, question.expected] for question in self.questions]
         parts = [nonce, self.name, questions, self.scorer, self.engine, self.max_new_tokens]
         text = json.dumps(parts, sort_keys=True, default=str)
@@ -57,7 +57,7 @@ class Evaluation:
 
 
 def interval(num_right: int, n: int) -> tuple[float, float, float]:
-    """Return (share, low, high): the share of right answers and its 95 % interval (Wilson)."""
+    """Return (share, low, high): the share of right answers and its 95 % Wilson interval."""
     share = num_right / n
     middle = share + Z**2 / (2 * n)
     spread = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
@@ -68,10 +68,11 @@ def interval(num_right: int, n: int) -> tuple[float, float, float]:
 def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str, Any] | None:
     """Score one checkpoint and return its summary, or the summary that it already has.
 
-    Samples and summary are written when all questions are answered.
+    The samples and the summary are written once all questions have been answered.
 
-    Returns None for a checkpoint that rotation has deleted. Raises `ConfigError` if it cannot be
-    served, `DataError` for a question that cannot be scored, `CannotWriteError`.
+    Returns None if rotation has deleted the checkpoint. Raises `ConfigError` if the checkpoint
+    cannot be served, `DataError` for a question that cannot be scored, and `CannotWriteError` if
+    the results cannot be written.
     """
     if info.manifest is None:
         raise ConfigError(f"'{info.path}' cannot be scored: {info.reason}")
@@ -108,7 +109,7 @@ def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str
 
 
 def append_result(run_dir: Path, *, name: str, step: int, value: float) -> None:
-    """Record a result that was measured elsewhere."""
+    """Record a result that a different program measured."""
     info = layout.inspect(run_dir / layout.step_dir_name(step))
     row = {
         "kind": SUMMARY,
@@ -130,7 +131,7 @@ def _append(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
-    """Ask all questions, and return a row for each."""
+    """Ask all questions, and return a scored row for each."""
     prompts = [question.turns for question in asked.questions]
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -153,7 +154,7 @@ def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
 
 
 def publish(run_dir: Path, name: str) -> None:
-    """Send the run's trackers every summary of this name that they lack, by rising step."""
+    """Send every summary with this name that the run's trackers lack, in order of rising step."""
     metric, directory = PREFIX + name, run_dir / DIRECTORY / name
     log = directory / metrics_file.FILE_NAME
     sent = {row["step"]: row.get(metric) for row in read_metrics(log)} if log.exists() else {}
@@ -173,7 +174,9 @@ def publish(run_dir: Path, name: str) -> None:
 
 
 def _tracking(run_dir: Path, name: str, directory: Path) -> Tracking:
-    """Return another tracker run in the project and group of the training, with its trackers."""
+    """Return a separate tracker run, with the project, the group and the trackers of the training
+    run.
+    """
     trainer = parse_recorded(run_info.read_config(run_dir)).trainer
     run = run_info.read_run_file(run_dir / run_info.FILE_NAME)
     experiment = trainer.experiment_name

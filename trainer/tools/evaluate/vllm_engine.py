@@ -1,10 +1,10 @@
-"""Serve one export with vLLM: `python vllm_engine.py JOB`, run by an interpreter that has vLLM.
+"""Serves one export with vLLM: `python vllm_engine.py JOB`, run by an interpreter that has vLLM.
 
-This file imports nothing of the package. JOB is a JSON file with "model", "adapter" (or null),
+This file imports nothing from the package. JOB is a JSON file with "model", "adapter" (or null),
 "max_lora_rank", "ids" (a list of token ids for each prompt) and "answer", the file to write. With
 "masks", the answer has "sums": the log-probability of the supervised tokens of each prompt. With
 "max_new_tokens" and "stop_ids", it has "ids": the tokens that vLLM generates greedily after each
-prompt. It also has vLLM's "version".
+prompt. Every answer also has vLLM's "version".
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# an engine in another process would import vLLM again
+# an engine in a separate process would import vLLM a second time
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
@@ -36,7 +36,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         request = LoRARequest("trained", 1, job["adapter"])
         settings |= {"enable_lora": True, "max_lora_rank": job["max_lora_rank"]}
     if not is_generation:
-        # vLLM generates at least one token, also after a sample that fills the whole context
+        # vLLM generates at least one token, even after a sample that fills the whole context
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     parameters = vllm.SamplingParams(
         temperature=0.0,

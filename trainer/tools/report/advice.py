@@ -1,4 +1,4 @@
-"""Sentences of remedies, in the options of the framework that wrote the log."""
+"""The sentences of remedies, with the option names of the framework that wrote the log."""
 
 from collections.abc import Mapping
 
@@ -56,7 +56,7 @@ ADVICE: Mapping[str, tuple[str, str]] = {
         "Activations are recomputed instead of kept, and less is held at once; a step takes longer.",
     ),
 }  # fmt: skip
-"""Name -> sentence with {option}s by purpose, and its principle and cost."""
+"""Name -> a sentence with options as {purpose}, and a sentence on its principle and its cost."""
 CHANGES: Mapping[str, tuple[str, float]] = {
     "clip": ("to 1.0, or 0.5 where spikes stay", 0.5),
     "lr": ("to a tenth", 0.1),
@@ -64,11 +64,16 @@ CHANGES: Mapping[str, tuple[str, float]] = {
     "beta": ("to 0.1 to 0.2", 0),
     "completion": ("to half", 0.5),
 }
-"""Purpose -> change where the present value is not known, and factor where it is."""
+"""Purpose -> change in words if the present value is unknown, and the factor to apply if it is
+known. A factor of 0 means that the words serve in both cases.
+"""
 
 
 def advise(run: AnalysedRun, name: str) -> tuple[str, str]:
-    """Return sentence and principle of a name of `ADVICE`; another sentence is its own."""
+    """Return the sentence and the principle of a name in `ADVICE`.
+
+    Any other `name` is itself a sentence, and has no principle.
+    """
     text, why = ADVICE.get(name, (name, ""))
     watched = "where loss or gradient norm are far off, return to a checkpoint, or stop"
     if run.key("kl") or run.key("update_kl"):
@@ -80,7 +85,10 @@ def advise(run: AnalysedRun, name: str) -> tuple[str, str]:
 
 
 def _change(run: AnalysedRun, purpose: str) -> str:
-    """Return `learning_rate from 5e-5 to 5e-6`; the peak of the rates counts as its value."""
+    """Describe a change, as in `learning_rate from 5e-5 to 5e-6`.
+
+    If the configuration lacks the learning rate, its logged peak counts.
+    """
     option, (change, factor), now = run.options[purpose], CHANGES[purpose], run.amount(purpose)
     if purpose == "lr" and now is None and (rates := run.find("lr")):
         now = float(scheduled(rates).values.max())

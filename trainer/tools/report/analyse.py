@@ -1,5 +1,6 @@
-"""The analysis of one log: trends, anomalies, all checks, and the verdict. The only entry for
-readers and pages.
+"""The analysis of one log: trends, anomalies, all checks, and the verdict.
+
+Callers need only `analyse`.
 """
 
 from dataclasses import replace
@@ -25,15 +26,17 @@ from trainer.tools.report.words import how_common, story
 
 NUM_TOP = 3
 SLACK_SHARE, LEAST_SLACK = 0.02, 10
-"""Steps by which a cause may seem to begin after its effect: a share of the run, at least so many."""
+"""A cause may seem to begin after its effect by this share of the run, or by this many steps if
+that is more.
+"""
 VERDICTS = {"fail": "FAIL", "warn": "ATTENTION"}
 """Level of the worst finding -> verdict."""
 
 
-# logs hold 1e300 and zeros: what cannot be computed becomes inf or nan, and is judged as such
+# logs hold 1e300 and zeros: a result that cannot be computed becomes inf or nan, without a warning
 @np.errstate(all="ignore")
 def analyse(log: RunLog, *, profile: str = "auto") -> Report:
-    """Return everything that can be said about a log."""
+    """Return the full report on a log."""
     kind = recognise_profile(log) if profile == "auto" else profile
     run = AnalysedRun(log, kind)
     anomalies = find_anomalies(log, is_generating=kind == "grpo", total_steps=run.total_steps)
@@ -69,7 +72,7 @@ def analyse(log: RunLog, *, profile: str = "auto") -> Report:
 
 
 def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
-    """Return the first finding, or why there is none."""
+    """Return the title of the first finding, or a sentence that says why there is none."""
     if verdict == "INSUFFICIENT":
         return f"Too early to say: {too_little(run)}."
     if verdict == "OK":
@@ -80,7 +83,7 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
 
 
 def _normal(run: AnalysedRun) -> str:
-    """Describe a healthy run; a controller by the trends of its three results."""
+    """Describe a healthy run by its falling loss, a controller by the trends of its results."""
     courses = {"loss": ("falls", is_falling)}
     if run.profile == "controller":
         rises = ("rises", is_rising)
@@ -95,7 +98,7 @@ def _normal(run: AnalysedRun) -> str:
 
 
 def _facts(run: AnalysedRun) -> dict[str, str]:
-    """Return the lines of the header that the log tells."""
+    """Return the header lines for which the log has data."""
     log = run.log
     total = readable(sum(state.size_bytes for state in log.checkpoints))
     again = f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
@@ -133,7 +136,7 @@ def _summary(key: str, series: Series) -> MetricSummary:
 
 
 def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
-    """Describe the events, how usual they are, and the next steps."""
+    """Describe what happened, how common it is, and what to do next."""
     if verdict == "OK" and run.log.exit_code == 0 and run.last_step >= run.total_steps:
         return "The run is complete. Score its checkpoints on your task before you use one."
     if verdict == "OK":

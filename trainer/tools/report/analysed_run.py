@@ -1,4 +1,4 @@
-"""A log together with what was found out about it."""
+"""A log together with its profile and the anomalies that were found in it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,34 +16,39 @@ from trainer.tools.report.statistics import Ints, Mask, epoch_means, finite
 from trainer.tracking.metrics.words import pattern
 
 MIN_CADENCE = 5
-"""Saves or validations that come more often cannot be told apart from other steps."""
+"""A configured cadence below this is ignored: such frequent saves or validations cannot be told
+apart from other steps.
+"""
 NUM_COMPILE = 3
-"""Steps that are slower because they compile."""
+"""The number of first steps that are slower because they compile."""
 NUM_WARMING = 20
-"""Steps in which devices are not yet busy."""
+"""The number of first steps in which the devices are not yet busy."""
 
 
 CAP_SHARE = 0.97
-"""A longest answer within 3 % of the cap has reached it."""
+"""A longest answer of at least this share of the cap has reached it."""
 MIN_HITS = 3
-"""Fewer answers reach the cap by chance."""
+"""If the cap is unknown, the longest length counts as the cap once it occurs this many times. Fewer
+occurrences may be chance.
+"""
 
 
-class NotJudged(Exception):  # noqa: N818 - no error: a check that has nothing to say
+class NotJudged(Exception):  # noqa: N818 - not an error: a check that cannot judge
     """A check lacks data that it needs; the message names the data."""
 
 
 @dataclass(frozen=True)
 class AnalysedRun:
-    """A log, the profile that selects the absolute bands, and the anomalies."""
+    """A log, the profile that selects its checks and bands, and its anomalies."""
 
     log: RunLog
     profile: str
     anomalies: tuple[Anomaly, ...] = ()
 
     def key(self, role: str) -> str | None:
-        """Return the key under which this log has a role; of several devices the one with the
-        highest value.
+        """Return the key under which this log has a role, or None.
+
+        Of several matching keys, such as one per device, it is the one with the highest value.
         """
         series, keys = self.log.series, ROLES[_source(role)]
         exact = [key for key in keys if key in series]
@@ -58,7 +63,7 @@ class AnalysedRun:
         )
 
     def find(self, role: str) -> Series | None:
-        """Return the finite points of a role; None where the log has none."""
+        """Return the finite points of a role; None if the log has none."""
         key = self.key(role)
         points = finite(self.log.series[key]) if key else None
         if points and role in DERIVED:
@@ -66,7 +71,7 @@ class AnalysedRun:
         return points or None
 
     def get(self, role: str, *, least: int = 1) -> Series:
-        """Return the finite points of a role; raise `NotJudged` for fewer than `least`."""
+        """Return the finite points of a role. Raises `NotJudged` for fewer than `least`."""
         series, name = self.find(role), ROLES[_source(role)][0]
         if series is None:
             raise NotJudged(f"the log has no {name}")
@@ -75,12 +80,14 @@ class AnalysedRun:
         return series
 
     def name(self, role: str) -> str:
-        """Return the key of a role in this log, or its first possible key."""
+        """Return the key of a role in this log, or its first possible key if the log lacks it."""
         return self.key(role) or ROLES[_source(role)][0]
 
     def levels(self, role: str) -> Series:
-        """Return the points that show a metric's level: its epoch means if a controller sets it,
-        because such a metric swings from batch to batch.
+        """Return the points that show a metric's level.
+
+        In a controller run these are the epoch means, because its metrics swing from batch to
+        batch.
         """
         series, epochs = self.get(role), self.find("epoch")
         if self.profile != "controller" or epochs is None:
@@ -88,8 +95,9 @@ class AnalysedRun:
         return epoch_means(series, epochs)
 
     def config(self, *names: str) -> Any:
-        """Return the first option of these names, given in full or by the last part; None where
-        none is set.
+        """Return the value of the first of these options that the configuration has, or None.
+
+        A name may be a full option name or the end of one.
         """
         found = (
             value
@@ -101,35 +109,35 @@ class AnalysedRun:
 
     @cached_property
     def options(self) -> Mapping[str, str]:
-        """Purpose -> option in the framework that wrote the log."""
+        """Purpose -> name of the option in the framework that wrote the log."""
         return options_of(self.log.source)
 
     def setting(self, purpose: str) -> Any:
-        """Return the value of an option by its purpose; None where the configuration lacks it."""
+        """Return the value of the option for a purpose; None if the configuration lacks it."""
         return self.config(self.options[purpose], *OPTIONS[purpose])
 
     def amount(self, purpose: str) -> float | None:
-        """Return the value of an option if it is a positive number."""
+        """Return the value of the option for a purpose if it is a positive number, else None."""
         value = self.setting(purpose)
         return value if isinstance(value, int | float) and value > 0 else None
 
     @cached_property
     def is_configured(self) -> bool:
-        """Return whether the log holds launch options; trainer_state.json holds only lengths and
-        cadences.
+        """Return whether the log holds launch options. `trainer_state.json`, for example, holds
+        only lengths and cadences.
         """
         purposes = ("lr", "clip", "warmup", "schedule")
         return any(self.setting(purpose) is not None for purpose in purposes)
 
     def quoted(self, purpose: str) -> str:
-        """Quote the configuration: `max_grad_norm is not set`, `learning_rate = 5e-5`."""
+        """Quote an option, as in `learning_rate = 5e-5` or `max_grad_norm is not set`."""
         if not self.is_configured:
             return "the run's configuration is not known"
         value, name = self.setting(purpose), self.options[purpose]
         return f"{name} is not set" if value is None else f"{name} = {shown(value)}"
 
     def checkpoint(self, step: int) -> str:
-        """Return words for the newest complete checkpoint up to a step."""
+        """Describe the newest complete checkpoint at or before a step."""
         saved = [one.step for one in self.log.checkpoints if one.is_complete and one.step <= step]
         if not saved:
             return f"a checkpoint of step {step} or before, if one was kept"
@@ -137,7 +145,7 @@ class AnalysedRun:
 
     @cached_property
     def is_pretrained(self) -> bool:
-        """Return whether usual ranges of losses, which are those of pretrained models, apply."""
+        """Return whether the usual ranges of losses apply, which assume a pretrained model."""
         is_quickstart = self.config("model.partial_pretrain") == "quickstart"
         return not (self.config("model.random_weights") or is_quickstart)
 
@@ -148,11 +156,11 @@ class AnalysedRun:
 
     @cached_property
     def total_steps(self) -> int:
-        """Return the planned steps, else the last step."""
+        """Return the planned number of steps, or the last step if the plan is unknown."""
         return self.log.total_steps or self.last_step
 
     def is_busy(self, steps: Ints) -> Mask:
-        """Return which steps, or the ones before them, saved or validated."""
+        """Return a mask of the steps that saved or validated, or that follow such a step."""
         known = [state.step for state in self.log.checkpoints]
         known += [event.step for event in self.log.events if event.kind == "checkpoint"]
         if losses := self.find("val_loss"):
@@ -165,21 +173,24 @@ class AnalysedRun:
 
 
 def _ordinary(run: AnalysedRun, times: Series) -> Series:
-    """Return step times without the first, which compile, and those that save or validate."""
+    """Return step times without the first steps, which compile, and without steps that save or
+    validate.
+    """
     keep = ~run.is_busy(times.steps) & (np.arange(len(times)) >= NUM_COMPILE)
     return times[keep] if keep.any() else times
 
 
 def _data_share(run: AnalysedRun, waits: Series) -> Series:
-    """Return the share of a step that waits for data, without the first steps."""
+    """Return the share of each step's time spent waiting for data, without the first steps."""
     times, late = run.get("time"), waits[NUM_COMPILE:]
     step_s = np.interp(late.steps, times.steps, times.values)
     return Series(late.steps, late.values / np.maximum(step_s, np.finfo(float).tiny))
 
 
 def _relative_time(run: AnalysedRun, times: Series) -> Series:
-    """Return ordinary step times over their median, without long steps at regular distances, which
-    do work of their own.
+    """Return ordinary step times as multiples of their median.
+
+    Long steps at regular intervals are left out because they do extra work.
     """
     ordinary = _ordinary(run, times)
     relative = _over(ordinary, float(np.median(ordinary.values)))
@@ -188,20 +199,21 @@ def _relative_time(run: AnalysedRun, times: Series) -> Series:
 
 
 def _over(series: Series, usual: object) -> Series:
-    """Return a series as multiples of a positive number; nothing without one."""
+    """Return a series as multiples of a positive number; empty if `usual` is not one."""
     if not isinstance(usual, int | float) or usual <= 0:
         return series[:0]
     return Series(series.steps, series.values / usual)
 
 
 def _over_median(series: Series, until: int | None = None) -> Series:
-    """Return a series as multiples of the median of its first points."""
+    """Return a series as multiples of the median of its first `until` points (default: all)."""
     return _over(series, float(np.median(series.values[:until])))
 
 
 def _at_cap(run: AnalysedRun, lengths: Series) -> Series:
-    """Return 1 where the longest answer reaches its limit, else 0; without a known limit where it
-    is a length met often.
+    """Return 1 where the longest answer reaches its limit, else 0.
+
+    If the limit is unknown, a maximum that occurs often counts as the limit.
     """
     longest = lengths.values.max()
     is_often = np.count_nonzero(lengths.values == longest) >= MIN_HITS
@@ -210,7 +222,7 @@ def _at_cap(run: AnalysedRun, lengths: Series) -> Series:
 
 
 BUDGETS = ("latency_budget", "budget_ms", "latency_budget_ms", "budget")
-"""Options of controllers that limit the latency, in ms."""
+"""Options with which controllers limit the latency, in ms."""
 DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
     "ordinary_time": ("time", _ordinary),
     "time_ratio": ("time", _relative_time),
@@ -222,7 +234,7 @@ DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
     "zero_loss": ("loss", lambda _, one: Series(one.steps, np.where(one.values == 0, 1.0, 0.0))),
     "latency_ratio": ("latency", lambda run, one: _over(one, run.config(*BUDGETS))),
 }
-"""Role -> the role in the log that it follows from, and how."""
+"""Derived role -> the logged role that it is computed from, and the function that computes it."""
 
 
 def _source(role: str) -> str:
@@ -231,8 +243,10 @@ def _source(role: str) -> str:
 
 
 def recognise_profile(log: RunLog) -> str:
-    """Return controller for rewards with latencies or budgets, grpo for rewards, a KL or
-    advantages, sft for a loss without rewards.
+    """Return the profile of a log.
+
+    It is "controller" for rewards with latencies or budgets, "grpo" for rewards, a KL or
+    advantages, "sft" for a loss without rewards, and "generic" otherwise.
     """
     run = AnalysedRun(log, "generic")
     if run.key("violation") or (run.key("reward") and run.key("latency")):

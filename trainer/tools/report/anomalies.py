@@ -1,8 +1,9 @@
-"""Intervals in which a run left its usual range: bursts of single metrics, merged, with what moved
-along.
+"""Finds the intervals in which a run left its usual range.
 
-A loss, a gradient norm or a KL that rises far is an anomaly by itself. Lengths, rewards and policy
-statistics jump alone now and then; they are an anomaly where two of these groups jump together.
+Bursts of single metrics are merged into one interval, together with the metrics that moved at the
+same time. A large rise of a loss, a gradient norm or a KL is an anomaly by itself. Lengths, rewards
+and policy statistics sometimes jump alone; it is an anomaly only if two of these groups jump
+together.
 """
 
 import math
@@ -20,10 +21,14 @@ from trainer.tools.report.statistics import Floats, Ints, finite
 from trainer.tools.report.vocabulary import meaning
 
 GROUPS = ("kl", "policy", "length", "reward", "gradient", "loss")
-"""Each is known to cause those after it, where they set in at the same point."""
+"""Groups of metrics, causes first. If several begin to move at the same point, an earlier group is
+known to cause the later ones.
+"""
 EFFECTS = {"loss": (8, 1.5, 0.1), "gradient": (6, 5, 0), "kl": (6, 5, 1.0)}
-"""Groups that are an anomaly alone, beyond this score, factor (where all values are positive) and
-distance.
+"""Maps each group that is an anomaly by itself to its limits: a score, a factor and a distance.
+
+A point must exceed all three. Where a metric has values that are not positive, the score and
+`POLICY_RISE` apply instead.
 """
 KEYS = {
     "loss": ROLES["loss"],
@@ -36,22 +41,26 @@ _OF_GENERATION = re.compile(
     r"(?P<reward>(?!.*([_/]std|_min|_max)$)((train/)?(reward|tag_count).*|critic/(score|rewards?)[_/].*"
     r"|(.*/)?(accuracy(_mean)?|budget_violation_rate|latency_mean)))"
 )
-"""Lengths and rewards depend on the model only where it generates; otherwise on the batch."""
+"""Keys of lengths and rewards. These depend on the model only if it generates its own texts;
+otherwise they depend on the batch.
+"""
 POLICY_RISE = 0.18
-"""The distance of a loss that changes its sign."""
+"""The distance from its usual level at which a metric that is not always positive stands out."""
 ONSET_Z, METRIC_Z = 4, 6
-"""Score of a metric that moves along; score of a metric, no effect, that leaves its usual range."""
+"""The score from which on a metric counts as moving in an anomaly; and the score from which on a
+metric that is not in `EFFECTS` leaves its usual range.
+"""
 MERGE_POINTS = 3
-"""Bursts at most this many log points apart are one interval."""
+"""Bursts that are at most this many log points apart form one interval."""
 NUM_START = 16
-"""Points of a steep start, in which nothing stands out."""
+"""The first points of a log are steep, so none of them counts as a burst."""
 NUM_AFTER, LEAST_RISE = 16, math.log(1.2)
-"""Points after an interval that tell whether a metric has recovered; and how far above its usual
-level the logarithm of a recovered loss may be.
+"""The number of points after an interval that show whether a metric has recovered; and how far
+above its usual level the logarithm of a recovered loss may be.
 """
 MIN_POINTS = 20
 HARD_BATCH = 3
-"""Times its usual loss that a single hard batch may have."""
+"""A single hard batch may raise the loss to this multiple of its usual level."""
 
 
 def group_of(key: str, *, is_generating: bool) -> str | None:
@@ -65,7 +74,10 @@ def group_of(key: str, *, is_generating: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Witness:
-    """One metric on its own points, in logarithms where `is_log`, with its usual level there."""
+    """One metric at the steps at which it was logged, with its usual level at each of them.
+
+    `levels` and `spread` are in logarithms if `is_log` is true.
+    """
 
     key: str
     group: str
@@ -75,24 +87,27 @@ class Witness:
     levels: Floats
     spread: NDArray[np.floating]
     flagged: Ints
-    """Indices of points that are an anomaly by themselves or with others."""
+    """Indices of the points that leave the metric's usual range."""
 
     @property
     def is_effect(self) -> bool:
         return self.group in EFFECTS
 
     def level(self, mover: Mover) -> float:
-        """Return the usual level where it began to move; a loss that stays up soon makes a new one."""
+        """Return the usual level at the point where the metric began to move.
+
+        Later levels do not serve: a loss that stays high soon becomes the usual level.
+        """
         return float(self.levels[np.searchsorted(self.series.steps, mover.onset_step)])
 
 
 def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tuple[Anomaly, ...]:
-    """Return all intervals in order of time."""
+    """Return all anomalies in chronological order."""
     witnesses = []
     for key, series in log.series.items():
         group, known = group_of(key, is_generating=is_generating), finite(series)
         if group == "loss" and not is_generating:
-            known = known[known.values != 0]  # of no token: no level to rise from
+            known = known[known.values != 0]  # a batch without label tokens has no level
         if group is not None and len(known) >= MIN_POINTS:
             witnesses.append(_witness(key, group, known))
     if not witnesses:
@@ -110,14 +125,14 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
 
 
 def _witness(key: str, group: str, series: Series) -> Witness:
-    """Return how far each point of a metric is from its usual level."""
+    """Measure how far each point of a metric is from its usual level."""
     is_log = group in (*EFFECTS, "length") and bool(series.values.min() > 0)
     values = np.log(series.values) if is_log else series.values
-    # trifles in a quiet stretch do not stand out
+    # the floor keeps tiny changes in a quiet stretch from standing out
     floor = 0.05 * (1 + (group == "gradient"))
     if not is_log:
         floor = max(1e-3, 0.05 * float(np.median(np.abs(values))))
-        if group not in EFFECTS:  # rewards and shares may stay equal for long
+        if group not in EFFECTS:  # rewards and shares may stay constant for a long time
             floor = max(floor, 0.02 * float(np.ptp(values)), 0.02 * (meaning(key).unit == "share"))
     z, levels, spread = departures(values, floor)
     z[: min(NUM_START, len(z) // 4)] = 0
@@ -129,21 +144,25 @@ def _witness(key: str, group: str, series: Series) -> Witness:
             is_far &= np.exp(values) - np.exp(levels) > rise
         else:
             is_far = (np.abs(z) > score) & (np.abs(values - levels) > POLICY_RISE)
-    # half the memory: a log has many witnesses
+    # float32 halves the memory: a log has many witnesses
     z, spread = z.astype(np.float32), spread.astype(np.float32)
     return Witness(key, group, series, is_log, z, levels, spread, np.flatnonzero(is_far))
 
 
 def _is_hard_batch(anomaly: Anomaly) -> bool:
-    """Return whether one batch explains an anomaly: the loss of a single point alone."""
+    """Return whether one hard batch explains an anomaly, in which only the loss moved, at a single
+    point.
+    """
     is_single = anomaly.steps[0] == anomaly.steps[1] and anomaly.has_recovered
     is_alone = all(mover.metric in ROLES["loss"] for mover in anomaly.movers)
     return is_single and is_alone and not anomaly.ratio > HARD_BATCH
 
 
 def _qualified(witnesses: list[Witness], grid: Ints) -> Ints:
-    """Return the grid points of anomalies: an effect left its range, or two other groups did
-    within a point.
+    """Return the grid points of anomalies.
+
+    At such a point a metric in `EFFECTS` left its range, or metrics of two other groups did so
+    at most one point apart.
     """
     alone = np.zeros(len(grid), dtype=bool)
     others: dict[str, NDArray[np.bool_]] = {}
@@ -162,7 +181,7 @@ def _anomaly(
     witnesses: list[Witness], grid: Ints, first: int, last: int, total_steps: int
 ) -> Anomaly:
     """Describe the interval between two points of the grid by the metrics that moved in it."""
-    # at the ends of the grid, other metrics may have been logged before and after it
+    # at the ends of the grid, include points that other metrics have before or after the grid
     low = int(grid[first - MERGE_POINTS]) if first > MERGE_POINTS else 0
     is_last = last + MERGE_POINTS >= len(grid) - 1
     high = np.inf if is_last else int(grid[last + MERGE_POINTS])
@@ -189,7 +208,7 @@ def _anomaly(
 
 
 def _mover(witness: Witness, low: float, high: float) -> Mover | None:
-    """Return how a metric moved between two steps; None where it stayed in its range."""
+    """Return how a metric moved between two steps; None if it stayed in its range."""
     start, stop = np.searchsorted(witness.series.steps, [low, high + 1])
     steps, values, z = (
         array[start:stop] for array in (witness.series.steps, witness.series.values, witness.z)
@@ -213,8 +232,9 @@ def _mover(witness: Witness, low: float, high: float) -> Mover | None:
 
 
 def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
-    """Return whether the next points are at the level that was usual before: within 3 spreads, a
-    loss within 20 %.
+    """Return whether the points after an interval are back at the earlier usual level.
+
+    The tolerance is 3 spreads, and at most 20 % for a loss that is always positive.
     """
     index = int(np.searchsorted(witness.series.steps, last_step, side="right"))
     after = witness.series.values[index : index + NUM_AFTER]
@@ -228,5 +248,5 @@ def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
 
 
 def is_of(anomaly: Anomaly, *roles: str) -> bool:
-    """Return whether a metric of one of these roles moved."""
+    """Return whether a metric with one of these roles moved in the anomaly."""
     return any(mover.metric in ROLES[role] for role in roles for mover in anomaly.movers)

@@ -1,6 +1,7 @@
-"""The usual ranges of metrics, and the moves, growth and plateaus that are faults: a row each.
+"""Tables of the usual ranges of metrics, and of the moves, growth and plateaus that are faults.
 
-`checks_bands.py` judges them. The reason is a name of `REASONS`: why, and what to do.
+`checks_bands.py` judges each row. The column `reason` holds a key of `REASONS`, which gives the
+cause and the remedies.
 """
 
 import math
@@ -59,9 +60,9 @@ adv_shape:mean        | adv_mean           | -0.1..0.1 | warn  |            | gr
 reward_clip           | reward_clip        | ..0.4     | warn  |            | narrow | The share of clipped rewards
 reward_clip           | reward_clip        | ..0.2     | note  |            | narrow | The share of clipped rewards
 """
-"""Words after the metric: a number is the points that make a level (default: a twentieth of the
-log), `all` takes the whole log, `last` its end, `1-10` these points; a level is the median, `mean` or
-`max`.
+"""Words after the metric: a number sets how many points make a level (default: a twentieth of the
+log). `all` selects the whole log, `last` its end, and `1-10` the points from 1 to 10. A level is
+the median of its points, unless `mean` or `max` is given.
 """
 
 _MOVES = """
@@ -84,8 +85,9 @@ length_shift          | mean_length        | -2   | warn  | grpo            | sh
 time_growth:slowdown  | tokens_per_s       | -1.5 | warn  |                 | slower | training gets slower
 time_growth:slowdown  | ordinary_time      | 1.5  | warn  |                 | slower | training gets slower
 """
-"""By: the factor of the move, negative for a fall; 1 is any move out of noise. A number after the
-metric: points that the move has lasted for; sudden: a slow move is no fault.
+"""The column `by` holds the factor of the move, negative for a fall; with 1, any move beyond the
+noise counts. A number after the metric is the number of points that the move must have lasted.
+`sudden` means that a slow move is not a fault.
 """
 
 _GROWTH = """
@@ -96,9 +98,9 @@ memory:leak           | rss 500 late       | 0.03 | warn  |         | kept   | H
 memory:leak           | allocated 500 late | 0.03 | warn  |         | kept   | Device memory grows
 memory:leak           | reserved 500 late  | 0.05 | warn  |         | kept   | Device memory grows
 """
-"""By: the share by which a metric grows steadily. Words after the metric: the least steps of a log;
-`start` looks at the first steps alone, `late` at the second half: buffers and caches fill in the
-first.
+"""The column `by` holds the share by which a metric must grow steadily. A number after the metric
+is the smallest number of steps to judge. `start` selects only the first steps. `late` selects the
+second half, because buffers and caches fill up in the first.
 """
 
 _FLAT = """
@@ -106,7 +108,9 @@ _FLAT = """
 reward_trend:flat     | reward 8           |      | warn  | grpo controller | drowned | The reward
 accuracy:flat         | accuracy 20        |      | warn  | controller      | unsuitable | The accuracy
 """
-"""Results that never get better in so many points."""
+"""Results that never improve. The number after the metric is the smallest number of points to
+judge.
+"""
 
 REASONS: dict[str, tuple[str, ...]] = {
     "none": ("",),
@@ -256,36 +260,36 @@ REASONS: dict[str, tuple[str, ...]] = {
         "Compare sequence lengths, memory and device clocks before and after that step.",
     ),
 }
-"""Name -> cause, then names of `ADVICE` or sentences. {option} by purpose; {checkpoint} is the
-newest before the move.
+"""Name -> the cause, then remedies, each a key of `ADVICE` or a sentence. Options appear as
+{purpose}; {checkpoint} stands for the newest checkpoint before the move.
 """
 
 
 class Row(NamedTuple):
-    """A row of one of the tables."""
+    """A row of one of the tables in this module."""
 
     id: str
-    """Id of the finding. Of two rows with one id the worse one counts."""
+    """Id of the finding. Of two findings with the same id, only the worse one is reported."""
     role: str
     options: frozenset[str]
-    """Words after the metric."""
+    """The words after the metric."""
     range: str
-    """Range, or factor of a move."""
+    """The usual range, or the factor of a move."""
     level: str
     profiles: tuple[str, ...]
     reason: tuple[str, ...]
-    """Cause, then remedies."""
+    """The cause, then the remedies."""
     what: str
-    """The metric in words, or what its move means."""
+    """The metric in words, or the meaning of its move."""
 
     @property
     def width(self) -> int:
-        """Return the number among its options; 0 without one."""
+        """Return the number among the options; 0 if there is none."""
         return next((int(word) for word in self.options if word.isdigit()), 0)
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Return the lower and the upper limit; infinite where the range is open."""
+        """Return the lower and the upper limit. A limit that the range leaves open is infinite."""
         low, high = self.range.split("..")
         return float(low or -math.inf), float(high or math.inf)
 
@@ -293,7 +297,7 @@ class Row(NamedTuple):
 def _row(
     id_: str, metric: str, range_: str, level: str, profiles: str, reason: str, what: str
 ) -> Row:
-    """Make a row of its cells."""
+    """Make a row from its cells."""
     role, *options = metric.split()
     names = tuple(profiles.split())
     return Row(id_, role, frozenset(options), range_, level, names, REASONS[reason], what)

@@ -1,8 +1,8 @@
-"""A check is a function that looks at a run and yields findings, in plain sentences.
+"""A check is a function that examines a run and yields findings, in plain sentences.
 
-`@finding` names the roles whose series the function is given, without which it cannot judge, and
-the profiles that it applies to. The function yields `fail`, `warn`, `note` and `info`. A check with
-one metric and one limit is a row of `bands.py` instead.
+`@finding` names the roles and the profiles of a check. The function receives the series of these
+roles, and does not run if one is missing. It yields `fail`, `warn`, `note` and `info` findings. A
+check with one metric and one limit is a row of `bands.py` instead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
 from trainer.tools.report.result import LEVELS, Finding
 
 START_STEPS = 100
-"""The start of a run, for trends and checklists."""
+"""The steps that count as the start of a run, for trends and checklists."""
 MAX_EVIDENCE = 10
 Findings = Iterator[Finding]
 Function = Callable[..., Findings]
@@ -31,25 +31,28 @@ fail, warn, note, info = (partial(finding_of, level) for level in LEVELS)
 
 @dataclass(frozen=True)
 class Check:
-    """A function that judges runs of some profiles (of all, if none is named) by some metrics."""
+    """A function that judges runs by the metrics in `roles`.
+
+    It applies to the runs with these profiles, or to all runs if `profiles` is empty.
+    """
 
     name: str
     roles: tuple[str, ...]
     profiles: Sequence[str]
     function: Function
     least: int = 1
-    """Points of each metric without which it does not judge."""
+    """The number of points that it needs of each metric."""
 
 
 def finding(
     name: str, *roles: str, profiles: Sequence[str] = (), least: int = 1
 ) -> Callable[[Function], Check]:
-    """Make a check of a function, which is called with the run and the series of the roles."""
+    """Turn a function into a check. It is called with the run and the series of the roles."""
     return lambda function: Check(name, roles, profiles, function, least)
 
 
 def judge(run: AnalysedRun, checks: Iterable[Check]) -> tuple[list[Finding], dict[str, str]]:
-    """Return what all checks found; and the names of those that could not judge, with the reason."""
+    """Return all findings, and the reasons of the checks that could not judge, by name."""
     found: list[Finding] = []
     unjudged: dict[str, str] = {}
     for check in checks:
@@ -65,7 +68,7 @@ def judge(run: AnalysedRun, checks: Iterable[Check]) -> tuple[list[Finding], dic
 
 
 def _complete(check: Check, found: Finding, run: AnalysedRun) -> Finding:
-    """Return a finding with its id, its rule, its metric, and the sentences of its remedy."""
+    """Fill in a finding's id, rule and metric, and the sentences of its remedy."""
     advice = [advise(run, name) for name in found.remedy]
     return replace(
         found,

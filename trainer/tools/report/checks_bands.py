@@ -1,4 +1,4 @@
-"""Checks of one metric each: the rows of `bands.py`."""
+"""Checks that each judge a single metric, one for every row of `bands.py`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,18 +16,18 @@ from trainer.tools.report.shapes import began, beyond, shift
 from trainer.tools.report.statistics import is_rising, slope, within
 
 NUM_ENDS = 10
-"""Points whose median stands for the end of a curve."""
+"""The median of this many last points represents the end of a curve."""
 LEAST_PART = 4
-"""More points than this of a part must have been logged."""
+"""A part such as `11-20` is judged once its first point and this many later ones are logged."""
 LEVELS: dict[str, Callable[..., Any]] = {"mean": np.mean, "max": np.max}
 GROWTH_P = 0.01
-"""Growth that raises an alarm is significant below this."""
+"""Growth raises an alarm only if its p-value is below this."""
 NUM_SUDDEN = 5
-"""A sudden move takes no more points."""
+"""A move is sudden if it takes at most this many points."""
 
 
 def _finding(row: Row, run: AnalysedRun, title: str, **fields: Any) -> Finding:
-    """Return the finding of a row, with its reason."""
+    """Return the finding that a row reports, with its cause and remedies."""
     cause, *remedy = row.reason
     before = run.checkpoint(fields["steps"][0])
     return finding_of(
@@ -53,7 +53,7 @@ def _part(row: Row, points: Series) -> Series:
 
 
 def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
-    """Compare a metric with the range of one row."""
+    """Find a metric outside the range that its row allows."""
     if row.role in ("loss", "val_loss") and not run.is_pretrained:
         raise NotJudged("no usual range for a model trained from random weights")
     points = run.levels(row.role)
@@ -77,7 +77,7 @@ def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
 
 
 def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
-    """Look for the move of one row."""
+    """Find the move that a row of `MOVES` describes."""
     points, factor = run.levels(row.role), float(row.range)
     found = shift(points, sign=1 if factor > 0 else -1, ratio=abs(factor))
     if found is None or not found.is_lasting or len(within(points, *found.steps)) < row.width:
@@ -92,7 +92,7 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
 
 
 def _grows(row: Row, run: AnalysedRun, _: Series) -> Findings:
-    """Find growth of the metric in one row of the table."""
+    """Find the steady growth that a row of `GROWTH` describes."""
     points = run.levels(row.role)
     if "start" in row.options:
         points = within(points, 0, START_STEPS)
@@ -105,7 +105,7 @@ def _grows(row: Row, run: AnalysedRun, _: Series) -> Findings:
 
 
 def _stays(row: Row, run: AnalysedRun, _: Series) -> Findings:
-    """Look for a result that does not get better, over the run or up to a plateau."""
+    """Find a result that never improves: it has no rising trend and no rise to a plateau."""
     points = run.levels(row.role)
     if len(points) >= row.width and not is_rising(points) and shift(points, sign=1) is None:
         title = f"{row.what} does not rise; its level is {number(np.median(points.values))}."

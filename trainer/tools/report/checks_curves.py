@@ -15,29 +15,37 @@ from trainer.tools.report.statistics import bins, is_falling, is_rising, noise, 
 from trainer.tools.report.words import how_common, moved_along, why_recovered
 
 NUM_STRETCHES = 20
-"""Parts of the first steps when their trend is tested; points that a trend or schedule needs."""
+"""The first steps are divided into this many bins to test their trend. A trend or a schedule needs
+at least as many points.
+"""
 NUM_EARLY, NUM_FEW = 96, 5
-"""Points in which a rise is one of the first steps, where a level is that of few points."""
+"""A rise within the first `NUM_EARLY` points is early; for such a rise, a level is the median of
+only `NUM_FEW` points.
+"""
 NUM_ROWS = 3
-"""Rows that are named for a spike."""
+"""The number of training samples that a loss spike names."""
 NUM_RECENT = 32
-"""Points whose median is the present level of a loss."""
+"""The median of this many points is the present level of a loss."""
 RISE_RATIO, LEAST_RISE = 1.25, 0.1
-"""Present level of a loss over its best, and nats above it, from which on it diverges."""
+"""A loss diverges if its present level is this many times its best level and this many nats above
+it.
+"""
 POLICY_RISE = 0.5
-"""The rise of a loss that changes its sign, as it holds a penalty for KL that grows."""
+"""The rise at which a loss that changes its sign diverges. Such a loss can rise because it contains
+a growing KL penalty.
+"""
 EXPLOSION = 20
-"""Times the usual gradient norm."""
+"""A gradient norm above this many times its usual level is an explosion."""
 SWING, POLICY_SWING = 0.5, 2.0
-"""Change of a loss from point to point as a share of it, and size of a policy's loss, that are
-violent.
+"""A loss swings violently if it changes by this share of itself from point to point. A policy's
+loss does so if its size exceeds the second value.
 """
 JITTER = 0.1
-"""Noise of a loss, as a share of it, that is worth a word."""
+"""Noise above this share of the loss is mentioned."""
 
 
 def _met(run: AnalysedRun, *roles: str) -> tuple[list[Anomaly], list[Mover]]:
-    """Return the anomalies in which a metric of the roles moved, and how these metrics moved."""
+    """Return the anomalies in which metrics with these roles moved, and their moves."""
     keys = {key for role in roles for key in ROLES[role]}
     found = [anomaly for anomaly in run.anomalies if is_of(anomaly, *roles)]
     return found, [mover for one in found for mover in one.movers if mover.metric in keys]
@@ -49,7 +57,7 @@ def _span(anomalies: list[Anomaly]) -> tuple[int, int]:
 
 @finding("loss_nonfinite")
 def nonfinite(run: AnalysedRun) -> Findings:
-    """Find losses and norms that are no numbers, and steps that the run counted as such."""
+    """Find losses and gradient norms that are not finite, and steps that the run logged as such."""
     bad: dict[int, str] = {}
     for key in (run.name("loss"), run.name("grad"), "train/nonfinite"):
         if series := run.log.series.get(key):
@@ -72,7 +80,10 @@ def nonfinite(run: AnalysedRun) -> Findings:
 
 @finding("loss_not_falling", "loss", profiles=("sft", "generic"), least=NUM_STRETCHES)
 def falling(run: AnalysedRun, losses: Series) -> Findings:
-    """Test the trend, up to a rise that is a fault of its own; and that of the first steps."""
+    """Find a loss that does not fall over the run, or not yet in the first steps.
+
+    A later rise is a fault of its own, so a loss that falls until it rises passes.
+    """
     rise, rates = rise_of(losses), run.find("lr")
     before = within(losses, 0, rise.at) if rise else losses
     is_at_peak = rates is not None and np.argmax(rates.values) == len(rates) - 1
@@ -100,8 +111,8 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
 def rise_of(losses: Series) -> Move | None:
     """Return the rise of a loss over its best level so far, if it is more than noise.
 
-    A loss that changes its sign is looked at in its own unit. In the first steps a level is that of
-    few points, which no later one sees again.
+    The rise is a ratio, or a difference if the loss changes its sign. In the first steps a level is
+    the median of few points, because wider windows miss a low level that only a few points have.
     """
     ratio, sigma, part, least = RISE_RATIO, 4, 0.0, LEAST_RISE
     if losses.values.min() <= 0:
@@ -113,10 +124,10 @@ def rise_of(losses: Series) -> Move | None:
         if rise is None or rise.after - rise.before < least:
             continue
         lasts = len(within(losses, *rise.steps)) >= recent
-        if not rise.is_lasting:  # less than this comes by chance
+        if not rise.is_lasting:  # a smaller rise that passes can occur by chance
             lasts &= shift(losses, sign=1, ratio=ratio, sigma=8, width=width) is not None
         is_early = rise.steps[0] <= last_early
-        # a level of few points tells the first steps alone, one of many tells both
+        # levels of few points serve only for the first steps, levels of many points for both
         if lasts and (rise.is_lasting if is_early else width == recent):
             return rise
     return None
@@ -124,7 +135,7 @@ def rise_of(losses: Series) -> Move | None:
 
 @finding("loss_diverging", "loss", profiles=("sft", "grpo", "generic"))
 def diverging(run: AnalysedRun, losses: Series) -> Findings:
-    """Find a loss that rises over its best level and stays there, or came back."""
+    """Find a loss that rose above its best level, whether it stayed there or came back."""
     rise = rise_of(losses)
     if rise is None:
         return
@@ -143,7 +154,10 @@ def diverging(run: AnalysedRun, losses: Series) -> Findings:
 
 @finding("loss_oscillating", "loss", profiles=("sft", "generic", "controller"))
 def oscillating(run: AnalysedRun, losses: Series) -> Findings:
-    """Compare the changes from point to point with the level; a policy's loss has no level."""
+    """Find violent swings: large relative changes from point to point without a falling trend.
+
+    A controller's loss has no level to compare with, so its size counts instead.
+    """
     changes = np.diff(np.log(losses.values.clip(min=1e-9)))
     swings, limit = Series(losses.steps[1:], np.abs(changes)), SWING
     if run.profile == "controller":
@@ -161,7 +175,9 @@ def oscillating(run: AnalysedRun, losses: Series) -> Findings:
 
 @finding("loss_spike", "loss")
 def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
-    """Find intervals in which the loss left its usual range, with the rows of the worst step."""
+    """Find intervals in which the loss left its usual range, with the hardest samples of the worst
+    step.
+    """
     spikes, movers = _met(run, "loss")
     if not movers:
         return
@@ -184,7 +200,10 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
 
 @finding("jitter_normal", "loss")
 def jitter(run: AnalysedRun, losses: Series) -> Findings:
-    """Explain noise from point to point while the run improves: a controller by its rewards."""
+    """Explain noise from point to point while the run improves.
+
+    A run improves if its loss falls, a controller if its rewards rise.
+    """
     level, improves, group = abs(slope(losses).level), is_falling(losses), []
     if run.profile == "controller":
         level, improves, group = 1.0, is_rising(run.get("reward")), ["larger_group"]
@@ -200,7 +219,7 @@ def jitter(run: AnalysedRun, losses: Series) -> Findings:
 
 
 def _phases(losses: Series) -> str:
-    """Describe level and noise of a loss in each third of the run."""
+    """Describe the level and the noise of a loss in each third of the run."""
     parts = np.array_split(losses.values, 3)
     told = [f"{number(part.mean())} ± {number(noise(part))}" for part in parts]
     return "early {}, middle {}, late {}; level ± jitter".format(*told)
@@ -208,8 +227,8 @@ def _phases(losses: Series) -> str:
 
 @finding("grad_high:explosion", "grad")
 def explosions(run: AnalysedRun, norms: Series) -> Findings:
-    """Find bursts far above the highest usual level of any third of the run; without clipping all
-    bursts.
+    """Find bursts of the gradient norm far above the highest median of any third of the run. If the
+    run does not clip gradients, any burst counts.
     """
     bursts, movers = _met(run, "grad")
     if not movers:
@@ -234,7 +253,7 @@ def explosions(run: AnalysedRun, norms: Series) -> Findings:
 
 @finding("lr_schedule", "lr", least=NUM_STRETCHES)
 def schedule(run: AnalysedRun, rates: Series) -> Findings:
-    """Find where the rate is above its schedule."""
+    """Find stretches in which the learning rate is above its schedule."""
     raised = raised_rates(rates)
     if not raised:
         return
@@ -262,12 +281,12 @@ def schedule(run: AnalysedRun, rates: Series) -> Findings:
 
 @finding("lr_schedule:warmup", "lr")
 def warmup(run: AnalysedRun, rates: Series) -> Findings:
-    """Find that the rate does not rise as long as the configuration says."""
+    """Find a learning rate that does not rise for as long as the configured warm-up."""
     fixed = run.config("optim.lr_warmup_steps", "warmup_steps")
-    # verl: null or -1 leave it to the share
+    # in verl, null or -1 means that the share of the steps decides
     is_fixed = fixed is not None and int(fixed) > 0
     length = int(fixed if is_fixed else float(run.setting("warmup") or 0) * run.total_steps)
-    # frameworks differ by a step or two in where a warm-up ends
+    # frameworks differ by a step or two in where they end a warm-up
     inside = within(scheduled(rates), 0, 0.9 * length)
     if len(inside) >= 3 and not np.all(np.diff(inside.values) > 0):
         yield warn(
@@ -299,11 +318,11 @@ def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Findings:
 
 @finding("not_learning")
 def learning(run: AnalysedRun) -> Findings:
-    """Find that no metric that shows learning changes."""
+    """Find a run in which every metric that shows learning is constant."""
     roles = ("loss", "val_loss", "reward", "accuracy", "violation", "grad")
     tracked = {run.name(role): series.values for role in roles if (series := run.find(role))}
     long = {key: values for key, values in tracked.items() if len(values) >= 10}
-    # a range below 1 % of the level is constant
+    # a metric whose range is within 1 % of its level is constant
     if long and all(np.ptp(values) <= 0.01 * abs(np.median(values)) for values in long.values()):
         yield fail(
             f"Nothing changes: {listed(long)} constant over the run.",

@@ -1,4 +1,4 @@
-"""Checks of a policy: lengths, distance, rewards, accuracy, latency and budget."""
+"""Checks of a policy: its KL to the reference, drops of its rewards, and format hacking."""
 
 import re
 from collections.abc import Mapping
@@ -28,12 +28,14 @@ _FORMAT = re.compile(r"(format|tag).*reward|reward.*(format|tag)", re.IGNORECASE
 
 @finding("kl", "kl")
 def left_reference(run: AnalysedRun, kl: Series) -> Findings:
-    """Find a KL far from the reference, from the step on at which it began to move by factors."""
+    """Find a KL far above the healthy range. The finding starts where the KL began to leave its
+    course.
+    """
     far = kl[kl.values > KL_FAR]
     if not far:
         return
     met = [anomaly for anomaly in run.anomalies if is_of(anomaly, "kl")]
-    # a few points after the first tell a step from a ramp
+    # the few points after the first far one distinguish a jump from a ramp
     values = kl.values[: int(np.searchsorted(kl.steps, far.steps[0])) + 5]
     start = onset(np.log(values) if values.min() > 0 else values, 0, len(values))
     peak = np.argmax(far.values)
@@ -54,7 +56,7 @@ def left_reference(run: AnalysedRun, kl: Series) -> Findings:
 
 @finding("reward_drop", "reward", profiles=("grpo",))
 def reward_drops(run: AnalysedRun, _: Series) -> Findings:
-    """Find rewards that more than halved in an interval of instability, and what moved in phase."""
+    """Find rewards that more than halved in an anomaly, and the metrics that moved with them."""
     fallen = {
         mover: anomaly
         for anomaly in run.anomalies
@@ -79,14 +81,14 @@ def reward_drops(run: AnalysedRun, _: Series) -> Findings:
 
 
 def _has_halved(series: Mapping[str, Series], mover: Mover) -> bool:
-    """Return whether a metric fell below half of its usual level."""
+    """Return whether a metric fell below half its usual level."""
     usual = float(np.nanmedian(series[mover.metric].values))
     return mover.sign < 0 < usual and mover.peak_value < 0.5 * usual
 
 
 @finding("reward_hacking")
 def format_hacking(run: AnalysedRun) -> Findings:
-    """Find a format reward that rises while the share of right answers does not."""
+    """Find a format reward that rises while the share of correct answers does not."""
     forms = [key for key in run.log.series if _FORMAT.search(key)]
     right = run.find("correct") or run.find("accuracy")
     if not forms or right is None:

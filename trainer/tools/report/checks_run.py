@@ -1,5 +1,5 @@
-"""Checks of the run as a whole: its checkpoints, its end, its data, its restarts, how much was
-logged.
+"""Checks of the run as a whole: its checkpoints, its end, its exports, the guard's actions, and the
+amount of logged data.
 """
 
 import numpy as np
@@ -9,9 +9,9 @@ from trainer.tools.report.checks import Findings, fail, finding, info, warn
 from trainer.tools.report.formatting import counted, listed, number
 
 MIN_POINTS, MIN_EPOCHS = 100, 20
-"""Points, or epochs of a controller, that a verdict needs."""
+"""The number of points, or of epochs for a controller, that a verdict needs."""
 WARNED = ("guard/severe", "guard/diverging", "guard/dead")
-"""Kinds of events of steps that the guard warned of."""
+"""Kinds of events in which the guard warns about a step."""
 
 
 @finding("ckpt_complete")
@@ -33,16 +33,17 @@ def checkpoints(run: AnalysedRun) -> Findings:
 
 @finding("ckpt_complete:missing")
 def missing_checkpoints(run: AnalysedRun) -> Findings:
-    """Find steps at which the configuration foretells a checkpoint that does not exist.
+    """Find steps at which a checkpoint was due that does not exist.
 
-    One that the log says was saved was removed later: by `prune`, or because the run continued from
-    a mirror, which keeps few. Older ones than the oldest were rotated away.
+    If the log says that a checkpoint was saved, it does not count as missing: it was removed later,
+    by `prune` or because the run continued from a mirror, which keeps few. Checkpoints older than
+    the oldest existing one were rotated away.
     """
     every, existing = run.amount("save"), {state.step for state in run.log.checkpoints}
     if not every or every < 1 or not existing:
         raise NotJudged("the save cadence is not known, or the log has no checkpoints next to it")
     known = existing | {event.step for event in run.log.events if event.kind == "checkpoint"}
-    # a log of every step has no row of one that was skipped
+    # in a log with a row for every step, a missing row means that the step was skipped
     losses, skipped = run.find("loss"), set()
     if losses is not None and len(losses) > 1 and np.median(np.diff(losses.steps)) == 1:
         skipped = set(range(run.last_step + 1)) - set(losses.steps.tolist())
@@ -60,8 +61,8 @@ def missing_checkpoints(run: AnalysedRun) -> Findings:
 
 @finding("run_complete:steps")
 def completeness(run: AnalysedRun) -> Findings:
-    """Find planned steps that were not trained; an info where the run still trains or was to stop
-    early.
+    """Find planned steps that were not trained. This is only an info if the run is still training
+    or stopped early as configured.
     """
     log, planned = run.log, run.log.total_steps
     if planned is None:
@@ -81,7 +82,7 @@ def completeness(run: AnalysedRun) -> Findings:
 
 @finding("run_complete")
 def ending(run: AnalysedRun) -> Findings:
-    """Find a last attempt that ended badly."""
+    """Find a last attempt that ended with an error."""
     log = run.log
     if log.exit_code is None:
         raise NotJudged("no end was written")
@@ -98,7 +99,7 @@ def ending(run: AnalysedRun) -> Findings:
 
 @finding("serving")
 def serving(run: AnalysedRun) -> Findings:
-    """Find exports that are not served with the loss of their validation."""
+    """Find exports whose served loss differs from their validation loss."""
     for proof in run.log.proofs:
         if not proof.is_equal:
             yield fail(
@@ -117,7 +118,7 @@ def serving(run: AnalysedRun) -> Findings:
 
 
 def too_little(run: AnalysedRun) -> str:
-    """Return why the whole run cannot be called healthy; nothing where it can."""
+    """Return why the log is too short for a verdict; empty if it is long enough."""
     logged, limit, unit = list(run.log.series.values()), MIN_POINTS, "points"
     if run.profile == "controller":
         logged = [run.levels(role) for role in ("reward", "loss") if run.find(role)]
@@ -136,7 +137,7 @@ def enough(run: AnalysedRun) -> Findings:
 
 @finding("restarts")
 def guarded(run: AnalysedRun) -> Findings:
-    """Find steps that the guard undid or warned of."""
+    """Find steps that the guard undid or warned about."""
     undone = [event for event in run.log.events if event.kind == "rollback"]
     met = undone or [event for event in run.log.events if event.kind in WARNED]
     if met:

@@ -1,4 +1,4 @@
-"""Checks of time, crashes and memory, and where the time of a step goes."""
+"""Checks of step times and crashes, and how the time of a step is divided."""
 
 import re
 
@@ -23,9 +23,9 @@ PHASE = re.compile(
     r"ref_log_probs_values_reward|gen|ref|old_log_probs_values|old_log_prob|values|update_critic|"
     r"update_actor)(?:_s)?"
 )
-"""Phases of a step as this trainer, MLLM-JAX, ROLL and verl log them."""
+"""Matches the phases of a step under the keys of this trainer, MLLM-JAX, ROLL and verl."""
 WHOLES = {"update": "forward", "shard": "h2d"}
-"""Phases that count only where their parts are not logged."""
+"""Maps a phase to a part of it; the phase counts only if that part is not logged."""
 BOTTLENECKS = {
     "data": "the loader is the bottleneck",
     "rollout": "generation is the bottleneck",
@@ -35,7 +35,7 @@ BOTTLENECKS = {
     "shard": "moving data to the device is the bottleneck",
     "optimizer": "the optimizer is the bottleneck: larger batches amortise it",
 }
-"""The bottleneck by the longest phase."""
+"""Maps the longest phase to a description of the bottleneck."""
 CRASH = re.compile(
     r"nccl|out of memory|\boom\b|gloo|timed? ?out|silent|no heartbeat", re.IGNORECASE
 )
@@ -43,7 +43,7 @@ MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
 
 
 def throughput(run: AnalysedRun) -> Throughput | None:
-    """Return where the time of a step goes; None where the log has no step times."""
+    """Return how the time of a step is divided; None if the log has no times."""
     phases, times = _phases(run), run.find("ordinary_time")
     if times is None and not phases:
         return None
@@ -55,7 +55,7 @@ def throughput(run: AnalysedRun) -> Throughput | None:
 
 
 def _phases(run: AnalysedRun) -> dict[str, float]:
-    """Return phase -> its mean seconds: means, unlike medians, add up to the whole."""
+    """Return the mean seconds of each phase. Means, unlike medians, add up to the step time."""
     means: dict[str, float] = {}
     for key, series in sorted(run.log.series.items()):
         match, values = PHASE.fullmatch(key), finite(series).values
@@ -66,7 +66,7 @@ def _phases(run: AnalysedRun) -> dict[str, float]:
 
 
 def _bottleneck(shares: dict[str, float]) -> str:
-    """Return a sentence about the longest phase."""
+    """Describe the longest phase in a sentence."""
     if not shares:
         return "The log does not say where the time of a step goes."
     phase = max(shares, key=shares.__getitem__)
@@ -76,7 +76,7 @@ def _bottleneck(shares: dict[str, float]) -> str:
 
 @finding("time_periodic", "time")
 def regular_tasks(run: AnalysedRun, times: Series) -> Findings:
-    """Find longer steps that save or validate, or come at regular distances."""
+    """Find longer steps that save or validate, or that occur at regular intervals."""
     late = times[NUM_COMPILE:]
     slow = late.steps[late.values > 1.5 * np.median(times.values)]
     is_work = np.count_nonzero(run.is_busy(slow)) >= 3
@@ -87,7 +87,7 @@ def regular_tasks(run: AnalysedRun, times: Series) -> Findings:
 
 @finding("oom_nccl")
 def crashes(run: AnalysedRun) -> Findings:
-    """Find errors of the network and of memory, and ranks that fell silent."""
+    """Find network errors, memory errors, and ranks that stopped responding."""
     if not run.log.events:
         raise NotJudged("the log has no events")
     errors = [event for event in run.log.events if event.level == "error"]

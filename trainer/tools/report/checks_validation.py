@@ -1,4 +1,4 @@
-"""Checks of results on held-out samples: the best step, overfitting, which checkpoint to take."""
+"""Checks of results on held-out samples: the best step, overfitting, the checkpoint to take."""
 
 import math
 from typing import NamedTuple
@@ -17,18 +17,20 @@ from trainer.train.detection.validations import NOTE_RISE, NOTE_SIGMAS, judge_va
 from trainer.train.detection.window import curve_noise
 
 NUM_AROUND = 32
-"""Training losses before a validation whose median is compared with it."""
+"""A validation loss is compared with the median of up to this many training losses before it."""
 MIN_EVALS = 3
 MIN_RISES, FATAL_RISES = 3, 5
-"""Rises of the validation loss in a row that are a fault; and to the end of the run a fatal one."""
+"""The number of consecutive rises of the validation loss that are a fault; and the number that are
+a fatal one if they last to the end of the run.
+"""
 LEAK_LEAD, LEAK_SIGMA = 0.1, 4
-"""Validation below training that is a leak: by this share of it, and by so many standard deviations
-of their noise.
+"""Validation data has leaked if its loss is below the training loss by more than this share of it
+and by more than this many standard deviations of their noise.
 """
 
 
 class Criterion(NamedTuple):
-    """The metric by which checkpoints are compared; finite points."""
+    """The metric by which checkpoints are compared, with its finite points."""
 
     metric: str
     points: Series
@@ -37,10 +39,11 @@ class Criterion(NamedTuple):
 
 
 def _losses(run: AnalysedRun, *, least: int = MIN_EVALS) -> tuple[Series, Floats]:
-    """Return the validation losses, and the training loss around each: the median of the points
-    since the one before, NaN without a training loss.
+    """Return the validation losses, and the level of the training loss at each of them.
 
-    Raise `NotJudged` for fewer than `least`, and for a policy, whose loss is noise around 0.
+    The level is the median of the training losses since the previous validation, at most
+    `NUM_AROUND` of them; NaN if there are none. Raises `NotJudged` for fewer than `least`
+    validations, and for a policy, whose loss is noise around 0.
     """
     val, train = run.get("val_loss", least=least), run.find("loss")
     losses = [val.values.min(), train.values.min() if train else np.inf]
@@ -57,7 +60,7 @@ def _losses(run: AnalysedRun, *, least: int = MIN_EVALS) -> tuple[Series, Floats
 
 
 def _measured(run: AnalysedRun) -> Criterion | None:
-    """Return the validation loss; of a policy its reward or accuracy on held-out samples."""
+    """Return the validation loss, or for a policy its reward or accuracy on held-out samples."""
     try:
         return Criterion("validation loss", _losses(run, least=1)[0], sign=-1)
     except NotJudged:
@@ -70,7 +73,7 @@ def _measured(run: AnalysedRun) -> Criterion | None:
 
 
 def _evaluated(run: AnalysedRun) -> Criterion | None:
-    """Return the results of the evaluation that decides, where higher is better."""
+    """Return the results of the evaluation that selects the checkpoint; higher is better."""
     name = deciding(run.log.evaluations)
     if name is None:
         return None
@@ -79,11 +82,12 @@ def _evaluated(run: AnalysedRun) -> Criterion | None:
 
 
 def generalisation(run: AnalysedRun) -> Generalisation | None:
-    """Return the best step and the checkpoint to take; None where the run was never validated or
-    evaluated.
+    """Return the best step and the recommended checkpoint; None if the run has no validations and
+    no evaluations.
 
-    That checkpoint is the best one that exists, by the evaluation if there is one; the best step
-    where none is known to exist. Among equal results the validation loss decides.
+    The recommended checkpoint is the complete one with the best result, or the best step if no
+    complete checkpoint has a result. An evaluation outranks the validation loss, which decides
+    between equal results.
     """
     evaluated = _evaluated(run)
     measured = _measured(run) or evaluated
@@ -131,7 +135,7 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
 
 @finding("val_rising", "val_loss")
 def validation_rises(run: AnalysedRun, _: Series) -> Findings:
-    """Find the longest rise in a row where it is more than noise."""
+    """Find the longest run of consecutive rises, if the loss rose by more than noise."""
     val, _trained = _losses(run)
     begins, ends = runs(np.diff(val.values) > 0)
     rises = max(ends - begins, default=0)
@@ -154,7 +158,9 @@ def validation_rises(run: AnalysedRun, _: Series) -> Findings:
 
 @finding("overfit", "val_loss", "loss")
 def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
-    """Find the step from which on validation is clearly above its best while training falls."""
+    """Find the step from which on the validation loss is clearly above its best while the training
+    loss falls.
+    """
     val, _trained = _losses(run)
     told = generalisation(run)
     if told is None or told.overfit_step is None:
@@ -182,7 +188,7 @@ def leaked(run: AnalysedRun, _: Series, train: Series) -> Findings:
     val, trained = _losses(run)
     sigma = curve_noise(val.values) + noise(train.values) / NUM_AROUND**0.5
     lead = np.nanmin(trained - val.values)
-    # only pretrained weights whose loss falls steadily have a level to compare with
+    # the levels are comparable only for pretrained weights and a loss that falls steadily
     is_learning = run.is_pretrained and rise_of(train) is None and is_falling(train)
     if is_learning and lead > max(LEAK_SIGMA * sigma, LEAK_LEAD * np.nanmedian(trained)):
         yield warn(

@@ -1,4 +1,4 @@
-"""Format numbers, steps and lists for text, page and comparison."""
+"""Formats numbers, steps and lists for the terminal, the page and the comparison of runs."""
 
 import math
 from collections.abc import Iterable
@@ -10,7 +10,9 @@ MISSING = "–"
 
 
 def number(value: float | None) -> str:
-    """Return four significant digits: 0.8123, 1.5, 12,345, 5.5e7; a dash for None and NaN."""
+    """Format a number with four significant digits: 0.8123, 1.5, 12,345, 5.5e7. None and NaN become
+    a dash.
+    """
     if value is None or math.isnan(value):
         return MISSING
     size = abs(value)
@@ -33,7 +35,7 @@ def shown(value: object) -> str:
 
 
 def interval(steps: tuple[int, int] | None) -> str:
-    """Return `step 2800`, `steps 2855–2870`, or nothing."""
+    """Return `step 2800` or `steps 2855–2870`; an empty string for None."""
     if steps is None:
         return ""
     first, last = steps
@@ -41,7 +43,7 @@ def interval(steps: tuple[int, int] | None) -> str:
 
 
 def listed(items: Iterable[str], limit: int = 10) -> str:
-    """Return `a, b and c`; items beyond the limit are counted."""
+    """Join items as in `a, b and c`. Items beyond the limit are replaced by their number."""
     words = list(items)
     if len(words) > limit:
         words = [*words[:limit], f"{len(words) - limit} more"]
@@ -49,12 +51,12 @@ def listed(items: Iterable[str], limit: int = 10) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return `1 spike`, `3 spikes`."""
+    """Return a count with its noun, as in `1 spike` or `3 spikes`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def place(finding: Finding) -> str:
-    """Return metric and steps of a finding, and the measured value with its limit."""
+    """Return a finding's metric, its steps, and the measured value with its limit."""
     limit = "" if finding.threshold is None else f" (limit {number(finding.threshold)})"
     measured = "" if finding.value is None else f"{number(finding.value)}{limit}"
     return ", ".join(filter(None, (finding.metric, interval(finding.steps), measured)))

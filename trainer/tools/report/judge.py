@@ -1,4 +1,4 @@
-"""All checks, the order of what they find, and the checklists that they answer."""
+"""Collects all checks, sorts their findings, and fills in the checklists."""
 
 from bisect import bisect
 from collections.abc import Iterable, Mapping
@@ -30,14 +30,16 @@ TRAINING = """
     overfit val_rising reward_trend accuracy:collapse accuracy val_results budget:rising budget
     val_leak
 """
-"""Ids of findings, or their beginnings, from what enters an update to its results: of findings that
-begin together each may cause those after it.
+"""Ids of findings, or prefixes of ids, from the inputs of an update to its results. Among findings
+that begin together, an earlier one may cause the later ones.
 """
 LESSER = """
     loss_spike grad_high lr_too_high reward_drop
     data_bound memory time_high time_growth gpu_util
 """
-"""The same for bursts, which pass, and for the speed of a run: they come after what lasts."""
+"""Ids or prefixes of findings about bursts and speed. They come after those of `TRAINING`, which
+last.
+"""
 CHAIN = tuple(f"{TRAINING} {LESSER}".split())
 ENDS = (len(TRAINING.split()), len(CHAIN))
 
@@ -57,18 +59,19 @@ final_loss        | end        | loss_final            | loss     | The final tr
 all_checkpoints   | end        | ckpt_complete:missing |          | All expected checkpoints were saved
 finished          | end        | run_complete:exit     |          | The run ended as finished
 """
-"""A line fails where its check, an id of a finding or its beginning, finds something; where it
-passes, it tells the course of the metric.
+"""The lines of the checklists. The column `check` holds the id of a finding or a prefix of it. A
+line fails if there is such a finding. If it passes, it shows the metric's first and last value.
 """
 STATUS = {"fail": "fail", "warn": "fail", "note": "note", "info": "unknown"}
-"""Level of the worst finding -> status of a line: what is merely unusual is a note."""
+"""Level of the worst finding -> status of a checklist line. A merely unusual value is a note."""
 
 
 def ordered(found: Iterable[Finding], *, slack: int) -> tuple[Finding, ...]:
-    """Return findings by level, a cause before its effects. Of those with one id the worst counts.
+    """Sort findings by level, and put each cause before its effects.
 
-    The one that begins first is the cause; of those that begin within `slack` steps, the one that
-    comes first in `CHAIN`. A cause in training is as bad as the worst of its effects.
+    Of several findings with the same id, only the worst counts. The finding that begins first is
+    the cause; among those that begin within `slack` steps of each other, the first in `CHAIN` is. A
+    warning that explains a fatal finding becomes fatal too.
     """
     worst: dict[str, Finding] = {}
     for one in sorted(found, key=lambda one: LEVELS.index(one.level)):
@@ -90,18 +93,22 @@ def ordered(found: Iterable[Finding], *, slack: int) -> tuple[Finding, ...]:
 
 
 def _begin(one: Finding) -> int:
-    """Return the first step of a finding; 0 without one."""
+    """Return the first step of a finding; 0 if it has no steps."""
     return one.steps[0] if one.steps else 0
 
 
 def _rank(one: Finding) -> int:
-    """Return the place of a finding in `CHAIN`."""
+    """Return the position of a finding in `CHAIN`; the length of `CHAIN` if it is not in it."""
     places = (place for place, name in enumerate(CHAIN) if one.id.startswith(name))
     return next(places, len(CHAIN))
 
 
 def _explains(cause: Finding, effect: Finding, slack: int) -> bool:
-    """Return whether a fault of training precedes an effect, and still lasts where that begins."""
+    """Return whether one fault in `TRAINING` can cause another.
+
+    The cause comes earlier in `CHAIN`, and lasts when the effect begins, give or take `slack`
+    steps.
+    """
     first, last = cause.steps or (0, 0)
     is_known = _rank(cause) < _rank(effect) < ENDS[0]
     return is_known and first - slack <= _begin(effect) <= last + slack
@@ -110,14 +117,14 @@ def _explains(cause: Finding, effect: Finding, slack: int) -> bool:
 def checklist(
     run: AnalysedRun, findings: tuple[Finding, ...], unjudged: Mapping[str, str]
 ) -> tuple[CheckItem, ...]:
-    """Return all lines with their answers."""
+    """Return all checklist lines with their status."""
     items = []
     for id_, phase, check, role, text in rows_of(_LINES):
-        # what begins later is no fault of the start
+        # a finding that begins later does not concern the start
         last = START_STEPS if phase == "start" else run.last_step
         faults = [one for one in findings if one.id.startswith(check) and _begin(one) <= last]
         reason = unjudged.get(check) or unjudged.get(check.partition(":")[0])
-        if faults:  # the worst first
+        if faults:  # the worst comes first
             status, detail = STATUS[faults[0].level], " ".join(fault.title for fault in faults)
         elif reason:
             status, detail = "unknown", reason

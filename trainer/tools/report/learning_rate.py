@@ -1,4 +1,4 @@
-"""Which schedule a learning rate followed, told from the rates alone, and where it was raised."""
+"""Infers the schedule of a learning rate from the rates alone, and where it was raised above it."""
 
 from collections.abc import Iterable
 
@@ -9,25 +9,30 @@ from trainer.tools.report.run_log import Series
 from trainer.tools.report.statistics import bins
 
 JUMP = 1.3
-"""Ratio of neighbouring points from which on a rate jumps: no schedule rises so."""
+"""Neighbouring points with a ratio above this are a jump: no schedule rises as fast."""
 NUM_BEFORE = 5
-"""Points before a jump counts: a warm-up from 0 rises by any factor at first."""
+"""A jump counts only after this many points: a warm-up from 0 first rises by any factor."""
 MAX_STRETCHES = 8
 """A rate that jumps more often follows no schedule."""
 HIGH_SHARE = 0.8
-"""Share of the peak from which on a rate is high."""
+"""A rate is high from this share of the peak on."""
 TOLERANCE = 0.01
-"""Range of a constant rate, as a share of the peak."""
+"""A rate is constant if its range is at most this share of the peak."""
 MIN_FIT = 0.995
-"""Correlation of a rate with its schedule; a console prints few digits."""
+"""The correlation with a schedule that a rate must exceed. It is below 1 because a console prints
+few digits.
+"""
 MAX_STRETCH = 8
-"""A run that was stopped early is compared with cosines up to this many times as long."""
+"""Because a run may have been stopped early, it is compared with cosines that are up to this many
+times as long.
+"""
 
 
 def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
-    """Return all stretches that begin with a jump from one point to the next, in order.
+    """Return all stretches in which the rate lies above its schedule, in order.
 
-    Return none for a rate that jumps all the time.
+    Each begins with a jump from one point to the next. A rate that jumps more than `MAX_STRETCHES`
+    times follows no schedule, and gives none.
     """
     values = series.values
     before, after = values[:-1], values[1:]
@@ -52,7 +57,7 @@ def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
 
 
 def scheduled(series: Series) -> Series:
-    """Return the rates without the raised stretches: what the schedule alone did."""
+    """Return the rates that the schedule alone set, without the raised stretches."""
     is_usual = np.ones(len(series), dtype=bool)
     for first, last in (stretch.steps for stretch in raised_rates(series)):
         is_usual &= (series.steps < first) | (series.steps > last)
@@ -60,8 +65,8 @@ def scheduled(series: Series) -> Series:
 
 
 def learning_rate(series: Series, anomalies: Iterable[Anomaly], total_steps: int) -> LearningRate:
-    """Return schedule, peak, warm-up, and how much of the run and of its anomalies had a high
-    rate.
+    """Return the schedule, the peak, the warm-up, and the shares of the run and of the anomalies in
+    which the rate was high.
     """
     usual = scheduled(series)
     values = usual.values
@@ -84,7 +89,7 @@ def learning_rate(series: Series, anomalies: Iterable[Anomaly], total_steps: int
 
 
 def _schedule(series: Series, total_steps: int) -> str:
-    """Return the name of the schedule that fits the rates, which begin after the warm-up."""
+    """Return the name of the schedule that fits the rates after the warm-up."""
     peak = float(series.values.max())
     tail = bins(series, 400)
     if peak <= 0 or len(tail) < 3:

@@ -1,18 +1,22 @@
-"""Names of metrics and options: under which keys logs hold what findings ask for, what other
-trainers call our keys, and what each framework calls an option.
+"""Names of metrics and options: the log keys of the metrics that findings use, the names that other
+trainers use for our keys, and the names of each option in each framework.
 """
 
 from collections.abc import Iterator, Mapping
 
 
 def _table(text: str) -> dict[str, tuple[str, ...]]:
-    """Return name -> alternatives from lines of words, the name first; an indented line continues."""
+    """Parse a table: each line is a name, then its alternatives. An indented line continues the
+    line before it.
+    """
     rows = (line.split() for line in text.replace("\n ", " ").strip().splitlines())
     return {name: tuple(others) for name, *others in rows}
 
 
 def rows_of(table: str) -> Iterator[list[str]]:
-    """Yield the cells of each line: they are separated by |, and a line with # is the header."""
+    """Yield the cells of each line, which are separated by |. A line that begins with # is the
+    header and is skipped.
+    """
     for line in table.replace("\n ", " ").strip().splitlines():
         if line[0] != "#":
             yield [cell.strip() for cell in line.split("|")]
@@ -68,7 +72,9 @@ reward_std      reward_std train/reward_total_std
 equal_groups    frac_reward_zero_std
 reward_clip     critic/reward_clip_frac
 """)
-"""Role -> keys. A role is a metric that a finding asks for: the first of its keys in the log."""
+"""Role -> possible keys. A role is a metric that findings use; the first key that the log has
+counts.
+"""
 
 ALIASES: Mapping[str, tuple[str, ...]] = _table("""
 train/loss        loss train_loss training_loss actor/total_loss actor/sft_loss sft_train/loss
@@ -123,16 +129,17 @@ STEP_KEYS = _table("""
 steps global_step/max_steps step global_step trainer/step trainer/global_step train/global_step _step
   current_steps current_iteration iteration iter last_step steps Step epoch
 """)["steps"]
-"""Columns that can be the x axis, the best first."""
+"""Columns that can serve as the x axis, best first."""
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     purpose: tuple(names) for purpose, *names in rows_of(_OPTIONS)
 }
-"""Purpose -> option in transformers, in this trainer, and in verl where that is another one. In
-           this
-trainer, reinforcement learning is a loop of the user's own, hence words in place of keys.
+"""Purpose -> option in transformers, then in this trainer, then in verl if its name differs.
+
+In this trainer, reinforcement learning runs in the user's own loop, so its options are given in
+words instead of keys.
 """
 _COLUMNS = {"fsdp-sft": 1, "verl": 2}
-"""Source of a log -> its column; other sources use the names of transformers."""
+"""Source of a log -> column of the table above. Other sources use the names of transformers."""
 
 
 def options_of(source: str) -> dict[str, str]:

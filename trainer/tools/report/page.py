@@ -13,7 +13,7 @@ from trainer.tools.report.side_by_side import Run, side_by_side
 
 
 def as_page(runs: Sequence[Run]) -> str:
-    """Return the whole page: one article per run, and a comparison of several."""
+    """Return the whole page: one article per run and, for several runs, a comparison."""
     environment = Environment(
         loader=PackageLoader("trainer.tools.report", ""),
         autoescape=True,

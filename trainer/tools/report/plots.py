@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LOG_RATIO = 20.0
-"""Ratio of the highest value to the median from which an axis is logarithmic."""
+"""An axis is logarithmic if the highest value is more than this many times the median."""
 LIMIT = 1e100
-"""An axis overflows beyond it."""
+"""Values are clipped to this size; an axis overflows beyond it."""
 MAX_MARKS = 400
 NUM_COLUMNS = 400
-"""Parts of a curve whose extremes are drawn."""
+"""A long curve is divided into this many parts, and only the extremes of each are drawn."""
 AXES = (0.1, 0.18, 0.88, 0.74)
 """Left, bottom, width and height of the axes in a figure."""
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "axes.grid": True}
@@ -30,7 +30,9 @@ ANOMALY, BAD, BEST = "#f2b705", "#b3261e", "#0a7d5e"
 
 
 def thinned(series: Series) -> Series:
-    """Keep the lowest and the highest of each of `NUM_COLUMNS` parts of finite values."""
+    """Return a series of finite values with only the lowest and highest point of each of its
+    `NUM_COLUMNS` parts. A short series is returned unchanged.
+    """
     if len(series) <= 2 * NUM_COLUMNS:
         return series
     parts = np.array_split(np.arange(len(series)), NUM_COLUMNS)
@@ -39,7 +41,7 @@ def thinned(series: Series) -> Series:
 
 
 def drawn(plot: Plot, report: Report, log: RunLog) -> str:
-    """Return the image of a plot as a `data:` address, without names of the log in it."""
+    """Return a plot as a `data:` URL of an image. The image contains no names from the log."""
     # matplotlib takes half a second to import; only the page needs it
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -60,7 +62,7 @@ def drawn(plot: Plot, report: Report, log: RunLog) -> str:
 
 
 def _draw(axes: "Axes", series: Series, *, is_validation: bool) -> None:
-    """Draw a pale curve and its smoothed course over it; validations as points."""
+    """Draw a curve in a pale color with its smoothed course on top; draw validations as points."""
     known = finite(series)
     if is_validation:
         _plot(axes, known, "o-", color=VALIDATION, markersize=4)

@@ -1,5 +1,6 @@
-"""The result of an analysis, as text, page and JSON show it. docs/report.schema.json describes the
-fields.
+"""The result of an analysis, which the terminal, the page and the JSON output show.
+
+docs/report.schema.json describes the fields.
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ LEVELS = ("fail", "warn", "note", "info")
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a check found. `id` is stable: the name of the check, with a metric or step if
-    the check can fire twice.
+    """Something that a check found.
+
+    `id` is stable: it is the name of the check, plus a metric or step if the check can fire twice.
     """
 
     id: str
@@ -36,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Mover:
-    """A metric that left its usual range together with an anomaly."""
+    """A metric that moved away from its usual level during an anomaly."""
 
     metric: str
     sign: int
@@ -129,7 +131,9 @@ class Throughput:
 
 @dataclass(frozen=True)
 class CheckItem:
-    """One line of the checklists: the first 100 steps, each checkpoint, the end."""
+    """One line of a checklist. `phase` names the checklist: the first 100 steps, each checkpoint,
+    or the end.
+    """
 
     id: str
     phase: str
@@ -140,7 +144,9 @@ class CheckItem:
 
 @dataclass(frozen=True)
 class Report:
-    """All results of one run. `insufficient` holds checks that could not be judged, and why."""
+    """All results for one run. `insufficient` names the checks that could not judge, with the
+    reasons.
+    """
 
     title: str
     source: str
@@ -162,5 +168,5 @@ class Report:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON values, with all digits; null for what is not finite."""
+    """Return the report as JSON values with all digits. Non-finite numbers become null."""
     return dict(strict({"schema": SCHEMA, **vars(report)}, nonfinite=lambda _: None))

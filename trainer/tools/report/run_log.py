@@ -1,4 +1,4 @@
-"""The result of every reader of training logs: series under our keys, and facts."""
+"""The result of every log reader: series under our metric keys, and facts about the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class UnreadableLogError(ValueError):
 
 @dataclass(frozen=True)
 class Series:
-    """One metric: `steps` (int64, strictly rising) and `values` (float64) at these optimizer steps.
+    """One metric: optimizer steps (int64, strictly rising) and the values (float64) at these steps.
 
     NaN and infinities are kept. If a step was trained twice, the later value counts.
     """
@@ -29,7 +29,7 @@ class Series:
         return len(self.steps)
 
     def __getitem__(self, kept: slice | NDArray[np.bool_] | NDArray[np.intp]) -> "Series":
-        """Return some of its points."""
+        """Return the points that an index, a slice or a mask selects."""
         return Series(self.steps[kept], self.values[kept])
 
     @property
@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class LogEvent:
-    """A start, an end, a saved checkpoint, a warning or an error at a step."""
+    """An event at a step: a start, an end, a saved checkpoint, a warning or an error."""
 
     step: int
     kind: str
@@ -60,7 +60,9 @@ class CheckpointState:
     path: Path
     size_bytes: int
     faults: tuple[str, ...] = ()
-    """Missing or damaged parts, by file names and sizes; only of our checkpoints."""
+    """Missing or damaged files, found by name and size. Only this trainer's checkpoints are
+    examined.
+    """
 
     @property
     def is_complete(self) -> bool:
@@ -69,22 +71,22 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class ServingCheck:
-    """A certificate of `prove`: the loss of a served checkpoint and the loss of its validation."""
+    """A certificate that `prove` wrote: a checkpoint's loss when served and when validated."""
 
     step: int
     engine: str
     val_loss: float
     served_loss: float
-    """None or NaN if the engine could not load it."""
+    """None or NaN if the engine could not load the checkpoint."""
     tolerance: float
     is_equal: bool
     causes: tuple[str, ...] = ()
-    """Why the losses differ."""
+    """The reasons why the losses differ."""
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """A log. `series` has our keys: `train/loss`, `train/lr`, `train/grad_norm`, `val/loss`, …"""
+    """A training log. The keys of `series` are ours: `train/loss`, `train/lr`, `val/loss`, …"""
 
     path: Path
     source: str
@@ -92,33 +94,33 @@ class RunLog:
     series: Mapping[str, Series]
     num_rows: int
     num_unparsed: int = 0
-    """Lines that could not be read, a torn last line included."""
+    """Number of lines that could not be read, including a torn last line."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted names of the framework that wrote the log."""
+    """Options under their dotted names in the framework that wrote the log."""
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """Machine and versions of the last attempt."""
+    """Machine and package versions of the last attempt."""
     sample: str = ""
     """The first sample of the last attempt, with its supervised parts in [[…]]."""
     events: tuple[LogEvent, ...] = ()
     checkpoints: tuple[CheckpointState, ...] = ()
     proofs: tuple[ServingCheck, ...] = ()
-    """By rising step."""
+    """Sorted by rising step."""
     hard_rows: tuple[HardRow, ...] = ()
-    """Samples whose loss exceeds that of their batches most, the hardest first."""
+    """The samples whose loss exceeds their batch's loss the most, hardest first."""
     hardest_by_step: Mapping[int, Sequence[tuple[str, float]]] = field(default_factory=dict)
-    """Places and mean losses of the hardest samples of each step."""
+    """For each step, the places and mean losses of its hardest samples."""
     total_steps: int | None = None
-    """Planned steps, None if unknown."""
+    """Number of planned steps; None if unknown."""
     evaluations: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
-    """Name (as eval/code) -> step -> its summary in `evaluations.jsonl`."""
+    """Name (such as eval/code) -> step -> summary from `evaluations.jsonl`."""
     num_attempts: int = 1
     num_lost_steps: int = 0
-    """Steps that were trained again after a restart or a rollback."""
+    """Number of steps that were trained again after a restart or a rollback."""
     span_s: float | None = None
-    """Wall time from the first to the last row, None if rows have no clock."""
+    """Wall time in seconds from the first to the last row; None if the rows have no time."""
     exit_code: int | None = None
-    """Exit code of the last attempt, None while it runs or if it was killed."""
+    """Exit code of the last attempt; None while the attempt runs or if it was killed."""
     is_running: bool = False
-    """Whether a process trains in the directory now."""
+    """Whether a process is training in the directory now."""
     notes: tuple[str, ...] = ()
-    """Remarks of the reader, as that the format hides NaN losses."""
+    """Remarks by the reader, such as a warning that the format hides NaN losses."""

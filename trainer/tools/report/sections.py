@@ -1,4 +1,4 @@
-"""The sections of a report as data; terminal and page render the same list."""
+"""The sections of a report as data. The terminal and the page render the same list."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from trainer.tools.report.result import Finding, Report
 from trainer.tools.report.run_log import RunLog
 
 MAX_PLOTS = 12
-"""Besides the loss."""
+"""The number of plots in addition to that of the loss."""
 LOSSES = (*ROLES["loss"], *ROLES["val_loss"])
 STATUSES = ("fail", "note", "unknown", "pass")
-"""Of lines of the checklist, in the order in which they are shown."""
+"""The statuses of checklist lines, in display order."""
 LEGEND = (
     "Pale: as logged; dark: smoothed by 0.9; points: validation. Yellow: anomaly; dashed: best "
     "validation; red cross: not a number."
@@ -33,7 +33,7 @@ METRIC = (
 
 @dataclass(frozen=True)
 class Plot:
-    """The course of metrics, by their keys in the log."""
+    """A plot of one or more metrics, named by their keys in the log."""
 
     title: str
     about: str
@@ -51,7 +51,7 @@ class Section:
     findings: Sequence[Finding] = ()
     plots: Sequence[Plot] = ()
     is_detail: bool = False
-    """Only the page shows it."""
+    """Whether only the page shows the section."""
 
     @property
     def has_content(self) -> bool:
@@ -59,7 +59,7 @@ class Section:
 
 
 def sections(report: Report, log: RunLog) -> list[Section]:
-    """Return the sections with content: what matters, what to do next, then details."""
+    """Return the sections that have content: the main findings, the next steps, then details."""
     others = [finding for finding in report.findings if finding not in report.top]
     events = [event for event in reversed(log.events) if event.kind != "checkpoint"]
     items = sorted(report.checklist, key=lambda item: STATUSES.index(item.status))
@@ -91,20 +91,22 @@ def sections(report: Report, log: RunLog) -> list[Section]:
 
 
 def _table(title: str, items: Iterable[object], names: str, lead: str = "") -> Section:
-    """Make a table with one item per row and the named attributes as columns."""
+    """Make a section with a table: one row per item, one column per named attribute."""
     columns = names.split()
     rows = [[getattr(item, name) for name in columns] for item in items]
     return Section(title, rows, [name.replace("_", " ") for name in columns], lead)
 
 
 def _facts(title: str, item: object, names: str) -> Section:
-    """Make a table with one named attribute per row; unknown ones are left out."""
+    """Make a section with one row per named attribute; rows without a value are left out."""
     facts = [(name.replace("_", " "), getattr(item, name, None)) for name in names.split()]
     return Section(title, [fact for fact in facts if shown(fact[1]) not in ("", MISSING)])
 
 
 def _plots(report: Report, log: RunLog) -> list[Plot]:
-    """Return the loss, then metrics that checks ask for or that left their usual range."""
+    """Return a plot of the losses, then plots of metrics that checks use or that left their usual
+    range.
+    """
     losses = tuple(key for key in LOSSES if key in log.series)
     moved = {mover.metric for anomaly in report.anomalies for mover in anomaly.movers}
     wanted = moved.union(*ROLES.values()) - {*LOSSES, *ROLES["epoch"]}

@@ -1,5 +1,6 @@
-"""The shapes that findings look for: a level `beyond` a band, a level that `shift`s, and bursts
-(`departures` from the usual level). Trends are in `statistics.slope`. Each shape knows its onset.
+"""Finds the shapes that checks look for: a level `beyond` a band, a level that `shift`s, and bursts
+(`departures` from the usual level). `beyond` and `shift` also find where the shape begins. For
+trends see `statistics.slope`.
 """
 
 import math
@@ -13,22 +14,24 @@ from trainer.tools.report.statistics import Floats, Ints, noise, rolling, runs
 from trainer.train.detection.window import spread
 
 NUM_WINDOWS = 20
-"""A level is the median of a twentieth of a series."""
+"""A level is the median of a window. By default, this many windows would fit into the series."""
 LEAST_WIDTH, MOST_WIDTH = 5, 250
-"""Points of a level in a short log and in a long one."""
+"""The smallest and the largest default width of a window, in points."""
 PLACES_PER_WIDTH = 8
-"""Windows start this many times per width."""
+"""Windows overlap: this many start within the width of one."""
 MAX_WINDOWS = 20_000
 MEDIAN_SPREAD = 1.25
-"""Standard deviation of a median of n points over that of their mean."""
+"""The standard deviation of a median, divided by that of a mean of the same points."""
 SIGMA = 5
-"""Standard deviations of a level between levels that differ."""
+"""Two levels differ if they are more than this many standard deviations of a level apart."""
 BAND_SIGMA = 3
-"""Standard deviations of a level between it and a band that it is beyond."""
+"""A level is beyond a band if it is this many standard deviations of a level outside."""
 MIN_COURSE = 8
-"""Medians of fewer points show a level, but no course."""
+"""Fewer points than this show a level but not a course."""
 MAX_PLACES = 400
-"""Places at which an onset is tried; a longer stretch is averaged to as many points."""
+"""A stretch with more points than this is first averaged to about this many, at each of which an
+onset is tried.
+"""
 TINY = np.finfo(float).tiny
 
 
@@ -55,7 +58,7 @@ def beyond(
 ) -> Stretch | None:
     """Find the first stretch in which the level of `width` points is beyond a band.
 
-    The stretch begins where the level begins its way to the limit.
+    The stretch begins where the level starts to move towards the limit.
     """
     width = min(width or min(max(LEAST_WIDTH, len(series) // NUM_WINDOWS), MOST_WIDTH), len(series))
     if not width:
@@ -80,7 +83,7 @@ def beyond(
 
 
 def _windows(values: Floats, width: int) -> tuple[Floats, Ints]:
-    """Return overlapping windows, one a row, and where they start; the last ends with the values."""
+    """Return overlapping windows as rows, and their starts. The last one ends at the last value."""
     stride = max(1, width // PLACES_PER_WIDTH, len(values) // MAX_WINDOWS)
     first = (len(values) - width) % stride
     windows = rolling(values[first:], width, stride)
@@ -89,16 +92,16 @@ def _windows(values: Floats, width: int) -> tuple[Floats, Ints]:
 
 @dataclass(frozen=True)
 class Move:
-    """A stretch at another level than the best one before it."""
+    """A stretch whose level is worse than the best level before it."""
 
     steps: tuple[int, int]
     at: int
-    """The last step before it."""
+    """The last step before the stretch."""
     before: float
     after: float
-    """The level furthest from the one before."""
+    """The level in the stretch that is furthest from `before`."""
     is_lasting: bool
-    """Whether it lasts to the end of the log."""
+    """Whether the stretch lasts to the end of the log."""
 
 
 def shift(
@@ -111,11 +114,12 @@ def shift(
     sigma: float = SIGMA,
     width: int = 0,
 ) -> Move | None:
-    """Find where medians of `width` points are above (`sign` -1: below) the best one before them.
+    """Find a stretch in which medians of `width` points are above the best earlier median.
 
-    The difference exceeds `sigma` standard deviations of such a median, `rise` and a `share` of the
-    range of all levels; with a `ratio`, levels are compared in logarithms. Of several stretches the
-    one that lasts to the end counts, else the longest.
+    With `sign` -1, find one in which they are below it. The difference must exceed each of these:
+    `sigma` standard deviations of such a median, `rise`, and a `share` of the range of all levels.
+    If `ratio` is not 1, levels are compared in logarithms and must also differ by that ratio. Of
+    several stretches, the one that lasts to the end counts, otherwise the longest.
     """
     width = width or max(4, len(series) // NUM_WINDOWS)
     if len(series) < 2 * width:
@@ -152,10 +156,10 @@ def shift(
 def _onset_of_shift(
     values: Floats, levels: Floats, starts: Ints, begin: int, usual: float, width: int
 ) -> int:
-    """Return the index at which a shift begins that is certain from the window `begin` on.
+    """Return the index at which a shift begins. Window `begin` is the first that proves the shift.
 
-    The search starts a little before the last window at the usual level, and ends where half of the
-    rise is done.
+    The search starts a little before the last window at the usual level, and ends where the level
+    has risen by half.
     """
     at_usual = np.flatnonzero(levels[: begin + 1] <= usual)
     low = int(starts[at_usual[-1] if len(at_usual) else begin])
@@ -167,8 +171,10 @@ def _onset_of_shift(
 
 
 def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> int:
-    """Return where in [first, last) values leave their straight course, or their level: the best
-    of all steps and bends by least squares.
+    """Return the index in [first, last) at which values leave their straight course.
+
+    With `is_level`, they leave their constant level. Among all steps and bends, the one with the
+    best least-squares fit is chosen.
     """
     stride = max(1, (last - first) // MAX_PLACES)
     edges = np.arange(first, last, stride)
@@ -185,29 +191,31 @@ def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> i
     steps, bends = gains.max(axis=1)
     if stride == 1 or bends > steps:
         return at
-    # look for a step again, point by point
+    # locate a step again, now point by point
     near = MAX_PLACES // 4
     return onset(values, max(first, at - near), min(last, at + near), is_level=is_level)
 
 
 def began(series: Series) -> int:
-    """Return the step at which a rise over much of a run began: where its level ends."""
+    """Return the step at which a long rise began, which is where the values leave their level."""
     return int(series.steps[onset(series.values, 0, len(series), is_level=True)])
 
 
 LEVEL_POINTS, SPREAD_POINTS, SHORT = 32, 128, 200
-"""Points before a point whose median is its usual level, and whose spread is its usual spread; and
-points of a log in which the level falls fast.
+"""The usual level of a point is the median of `LEVEL_POINTS` points before it, and its usual spread
+is that of `SPREAD_POINTS` points before it. In a log with fewer than `SHORT` points, the level may
+fall fast.
 """
 
 
 def departures(values: Floats, floor: float) -> tuple[Floats, Floats, Floats]:
-    """Return (z, usual level, usual spread upwards) of each point: bursts are far from the level.
+    """Return (z, usual level, usual spread upwards) of each point. In a burst, |z| is large.
 
-    A point is compared with the past alone, as the guard does: what stays at a new level stands out
-    until half of the window has it. In a short log, it is compared with its neighbours too. The
-    spread is the larger of 1.4826 MAD and the 95 % (5 %) quantile over 1.645, which absorbs batches
-    of two kinds; at least `floor`. Up to 5 % outliers in most windows do not move it.
+    A point is compared only with the past, as in the guard. A metric that stays at a new level
+    stands out until the new level fills half of the window. The spread is the largest of 1.4826
+    MAD, the 95 % (5 %) quantile divided by 1.645, and `floor`. The quantile absorbs batches of two
+    kinds. Up to 5 % outliers in most windows do not change the spread. In a short log, a point is
+    also compared with its neighbours, and the quantile is not used.
     """
     windows, before = _windowed(values, min(LEVEL_POINTS, len(values) // 4))
     level = np.median(windows, axis=1)[before]
@@ -227,15 +235,15 @@ def departures(values: Floats, floor: float) -> tuple[Floats, Floats, Floats]:
 
 
 def _windowed(values: Floats, width: int) -> tuple[Floats, Ints]:
-    """Return overlapping windows, one a row, and for each point the last window that ends before
-    it (at the start the first).
+    """Return overlapping windows as rows, and for each point the index of the last window that ends
+    before it. The first points have no such window and get the first one.
     """
     stride = max(1, width // 4)
     return rolling(values, width, stride), ((np.arange(len(values)) - width) // stride).clip(0)
 
 
 def period(steps: Ints) -> int | None:
-    """Return the common distance of steps if nearly all are that far apart."""
+    """Return the usual distance between steps if nearly all are that far apart, else None."""
     gaps = np.diff(steps)
     if len(gaps) < 3:
         return None

@@ -1,4 +1,4 @@
-"""Several runs side by side: verdicts, metrics at the same steps, and configurations."""
+"""Compares several runs: verdicts, metrics at the same steps, and configurations."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,17 @@ from trainer.tools.report.statistics import smooth
 
 NUM_STEPS = 8
 COMPARED = "val_reward val_accuracy val_loss reward accuracy loss tokens_per_s time"
-"""Roles. Results come first: they say more than the loss of a policy."""
+"""The roles to compare. Results come first because they say more than the loss of a policy."""
 
 Run = tuple[Report, RunLog]
 Row = tuple[object, ...]
 
 
 def side_by_side(runs: Sequence[Run]) -> Section:
-    """Return one table: a column per run; rows of verdicts, of smoothed metrics at steps that all
-    runs have, and of options that differ.
+    """Return a table with one column per run.
+
+    Its rows are the verdicts, smoothed metrics at steps that all runs cover, and the options that
+    differ.
     """
     names = [f"{place}: {report.title}" for place, (report, _) in enumerate(runs, 1)]
     verdicts = [f"{report.verdict}: {report.headline}" for report, _ in runs]
@@ -37,7 +39,7 @@ def side_by_side(runs: Sequence[Run]) -> Section:
 
 
 def _same_steps(runs: Sequence[Run], role: str) -> list[Row]:
-    """Return a smoothed metric at equal distances over the steps that all runs have."""
+    """Return rows of a smoothed metric at equally spaced steps in the range that all runs cover."""
     analysed = [AnalysedRun(log, report.profile) for report, log in runs]
     curves = [smooth(series) for run in analysed if (series := run.find(role))]
     if len(curves) < len(runs):

@@ -1,4 +1,4 @@
-"""Robust statistics over long series. Arrays in, numbers out; nothing here knows a metric."""
+"""Robust statistics of long series. No function here depends on the metric."""
 
 import math
 from itertools import accumulate
@@ -15,27 +15,28 @@ Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 NUM_BINS = 50
 MIN_TREND_POINTS = 4
-"""Fewer points prove no trend."""
+"""Fewer points cannot prove a trend."""
 SMOOTHING = 0.9
-"""Weight of the exponential mean, as TensorBoard's slider counts it."""
+"""Weight of the past in the exponential mean; TensorBoard's smoothing slider has the same scale."""
 TREND_P = 0.05
-"""A trend is significant below this."""
+"""A trend is significant if its p-value is below this."""
 
 
 def finite(series: Series) -> Series:
-    """Return the points that are numbers."""
+    """Return the points whose values are finite."""
     return series[np.isfinite(series.values)]
 
 
 def within(series: Series, first: float, last: float) -> Series:
-    """Return the points from one step to another, both included."""
+    """Return the points from step `first` to step `last`, inclusive."""
     return series[(series.steps >= first) & (series.steps <= last)]
 
 
 def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
-    """Return the means of `num_bins` stretches of equally many points, at their mean steps.
+    """Divide a series into `num_bins` bins of nearly equal size; return their mean values at their
+    mean steps.
 
-    A shorter series is returned unchanged.
+    A series without more points than bins is returned unchanged.
     """
     if len(series) <= num_bins:
         return series
@@ -46,10 +47,10 @@ def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
 
 
 def epoch_means(series: Series, epochs: Series) -> Series:
-    """Return the means over epochs, at the last step of each.
+    """Return the mean over each epoch, at the epoch's last step.
 
-    `epochs` (step -> epoch so far) counts up from 0 with fractions, as trackers log it; a whole
-    number belongs to the epoch that it ends.
+    `epochs` maps a step to the number of epochs so far: it counts up from 0 with fractions, as
+    trackers log it. A step with a whole number is the last one of its epoch.
     """
     numbers = np.ceil(np.interp(series.steps, epochs.steps, epochs.values) - 1e-9)
     firsts = np.flatnonzero(np.diff(numbers, prepend=-1.0))
@@ -59,7 +60,9 @@ def epoch_means(series: Series, epochs: Series) -> Series:
 
 
 class Slope(NamedTuple):
-    """A fitted trend: `change` is slope times span, `level` the median of the bins."""
+    """A fitted trend. `change` is the slope times the range of steps; `level` is the median of the
+    bins.
+    """
 
     per_step: float
     p_value: float
@@ -72,7 +75,10 @@ class Slope(NamedTuple):
 
 
 def slope(series: Series) -> Slope:
-    """Fit a trend by Theil and Sen and test it by Mann and Kendall, on bins of a long series."""
+    """Fit a trend with the Theil-Sen estimator and test it with the Mann-Kendall test.
+
+    A long series is binned first.
+    """
     points = bins(finite(series))
     if not points:
         return Slope(0.0, 1.0, 0.0, 0.0)
@@ -98,7 +104,7 @@ def is_falling(series: Series) -> bool:
 
 
 def _mann_kendall(values: Floats, score: float) -> float:
-    """Return the p value of a score, corrected for ties."""
+    """Return the p-value of a Mann-Kendall score, corrected for ties."""
     n = len(values)
     ties = np.unique(values, return_counts=True)[1]
     variance = (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
@@ -108,12 +114,14 @@ def _mann_kendall(values: Floats, score: float) -> float:
 
 
 def noise(values: Floats) -> float:
-    """Return the standard deviation around a slow course, from the differences of neighbours."""
+    """Return the standard deviation around a slow trend, estimated from the differences between
+    neighbouring points.
+    """
     return float(spread(np.diff(values))) / math.sqrt(2) if len(values) >= 3 else 0.0
 
 
 def smooth(series: Series) -> Series:
-    """Return the exponential mean of the finite values, corrected for its start."""
+    """Return the exponential mean of the finite values, corrected for the bias at its start."""
     known = finite(series)
     sums = accumulate(
         known.values.tolist(),
@@ -125,11 +133,11 @@ def smooth(series: Series) -> Series:
 
 
 def rolling(values: Floats, width: int, stride: int) -> Floats:
-    """Return the windows of `width` points from each `stride`-th point on, one a row."""
+    """Return windows of `width` points as rows; one starts at every `stride`-th point."""
     return np.lib.stride_tricks.sliding_window_view(values, width)[::stride]
 
 
 def runs(mask: Mask) -> tuple[Ints, Ints]:
-    """Return starts and stops (exclusive) of all stretches of true."""
+    """Return the starts and the stops (exclusive) of all stretches where the mask is true."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     return edges[::2], edges[1::2]

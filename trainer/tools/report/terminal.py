@@ -1,4 +1,4 @@
-"""The report on a terminal: verdict, what to do, and the first rows of each section."""
+"""The report on a terminal: the verdict, the remedies, and the first rows of each section."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ STYLES = {
 
 
 def print_reports(runs: Sequence[Run]) -> None:
-    """Print each run, then a comparison of several."""
+    """Print the report of each run; with several runs, also print a comparison."""
     console = Console(highlight=False)
     for report, log in runs:
         print_report(console, report, log)
@@ -67,5 +67,5 @@ def print_section(console: Console, section: Section) -> None:
 
 
 def _text(words: str, style: str = "") -> Text:
-    """Return words without control characters or markup, levels and verdicts in their style."""
+    """Return words without control characters or markup; levels and verdicts get their style."""
     return Text(clean_lines(words), style or STYLES.get(words, ""))

@@ -1,4 +1,4 @@
-"""Meanings of metrics in any log, ours or another trainer's."""
+"""The meanings of metrics in logs from this trainer and others."""
 
 from functools import cache
 
@@ -10,10 +10,10 @@ _ORDER = [key for keys in ROLES.values() for key in keys]
 
 
 def lookup(key: str) -> Metric | None:
-    """Return the entry of a key in any log, ours or another trainer's.
+    """Return the table entry for a key of any trainer's log, or None.
 
-    `eval/` is another spelling of `val/`. Other trainers' names may have a prefix `train/`, `val/`
-    or `eval/` that the table lacks. A suffix such as `@sum` is ignored.
+    `eval/` is an alternative spelling of `val/`. Other trainers' names may have a prefix `train/`,
+    `val/` or `eval/` that the table lacks. A suffix such as `@sum` is ignored.
     """
     name, _ = split_reducer(key)
     split, _, rest = name.partition("/")
@@ -25,7 +25,7 @@ def lookup(key: str) -> Metric | None:
 
 
 def role_order(key: str) -> tuple[int, str]:
-    """Return a sort key: metrics that findings ask for come first, then by name."""
+    """Return a sort key that puts metrics that findings use first and sorts the rest by name."""
     return (_ORDER.index(key) if key in _ORDER else len(_ORDER), key)
 
 

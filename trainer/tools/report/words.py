@@ -1,4 +1,4 @@
-"""Descriptions of how metrics moved together."""
+"""Sentences that describe how metrics moved together."""
 
 from collections import Counter
 
@@ -9,19 +9,21 @@ from trainer.tools.report.learning_rate import raised_rates
 from trainer.tools.report.result import Anomaly
 
 STORY = ("kl", "length", "reward")
-"""The chain of reinforcement learning: the policy leaves its reference, texts grow, rewards
-break.
+"""The typical chain in reinforcement learning: the policy leaves its reference, its texts get
+longer, and rewards collapse.
 """
 
 
 def chain_of(anomaly: Anomaly) -> tuple[str, ...]:
-    """Return the anomaly's chain in words: kl, length, reward, ...; policy metrics by name."""
+    """Return the anomaly's chain as group names (kl, length, reward, ...). Policy metrics keep
+    their own names.
+    """
     groups = {key: group_of(key, is_generating=True) for key in anomaly.chain}
     return tuple(key if group in (None, "policy") else group for key, group in groups.items())
 
 
 def story(anomalies: tuple[Anomaly, ...]) -> str:
-    """Return the order in which metrics moved, where most of several anomalies agree."""
+    """Describe the order in which metrics moved, if most of several anomalies share it."""
     chains = Counter(tuple(name for name in chain_of(one) if name in STORY) for one in anomalies)
     for chain, times in chains.most_common(1):
         if len(chain) > 1 and times > max(1, len(anomalies) / 2):
@@ -34,7 +36,7 @@ def story(anomalies: tuple[Anomaly, ...]) -> str:
 
 
 def moved_along(anomaly: Anomaly) -> str:
-    """Return `kl up to 19.6, completions/mean_length up to 410, rewards/Format/mean down to 0.1`."""
+    """List the moves, as in `kl up to 19.6 and rewards/Format/mean down to 0.1`."""
     words = (
         f"{m.metric} {'up' if m.sign > 0 else 'down'} to {number(m.peak_value)}"
         for m in anomaly.movers
@@ -43,7 +45,9 @@ def moved_along(anomaly: Anomaly) -> str:
 
 
 def why_recovered(run: AnalysedRun) -> str:
-    """Return what may have ended the intervals that passed, from the configuration and the rate."""
+    """Describe what may have ended the anomalies that passed, judged by the configuration and the
+    learning rate.
+    """
     passed = sum(anomaly.has_recovered for anomaly in run.anomalies)
     rates, clip = run.find("lr"), run.setting("clip")
     falls = rates is not None and rates.values[-1] < 0.95 * rates.values.max()
@@ -59,7 +63,7 @@ def why_recovered(run: AnalysedRun) -> str:
 
 
 def how_common(run: AnalysedRun) -> str:
-    """Return how usual such intervals are; nothing where a raised learning rate explains them."""
+    """Describe how common such anomalies are; empty if a raised learning rate explains them."""
     rates = run.find("lr")
     if rates and raised_rates(rates):
         return ""

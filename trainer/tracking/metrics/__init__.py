@@ -1,8 +1,8 @@
 """The one table of metrics: unit, meaning, reduction over ranks, console and CSV format.
 
-To add a metric, write an entry in `table.py` and call `put` where its value is known. The entry's
-`over_ranks` decides whether the value travels to the other ranks. Rows, the guard's rules, the
-console, histories and docs/metrics.md follow the table.
+To add a metric, write an entry in `table.py`, and call `put` where its value is known. The entry's
+`over_ranks` decides whether the value is sent to the other ranks. The rows, the guard's rules, the
+console, the histories and docs/metrics.md all follow the table.
 """
 
 import warnings
@@ -14,17 +14,19 @@ from trainer.tracking.metrics import table
 from trainer.tracking.metrics.words import COMBINED, Metric, entry_of
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in table.TABLE}
-"""Maps a key, which may hold placeholders, to its entry. Add your own entries on every rank, before
-the run is built.
+"""Maps a key, which may contain placeholders, to its entry. Add your own entries on every rank,
+before the run is built.
 """
 FOREIGN: dict[str, Metric] = {metric.key: metric for metric in table.FOREIGN}
-"""Metrics of other trainers."""
+"""Maps the keys of other trainers' metrics to their entries."""
 ABSENT = float("-inf")
-"""The packet's slot of a metric that a rank did not measure."""
+"""The value in the packet for a metric that a rank did not measure."""
 
 
 class UnknownMetricWarning(UserWarning):
-    """A value was put under a name that is not in the table; tests make it an error."""
+    """A value was put under a key that is not in the table. Tests turn this warning into an
+    error.
+    """
 
 
 _travelling: dict[str, SupportsFloat] = {}
@@ -32,12 +34,13 @@ _for_row: dict[str, float] = {}
 
 
 def put(key: str, value: SupportsFloat) -> None:
-    """Set this rank's value of a metric for the next row; a later value replaces it.
+    """Set this rank's value of a metric for the next row. A later value replaces it.
 
-    A metric that is reduced over ranks may be a scalar tensor on a device; the next packet carries
-    it without a wait. Any other value must be a Python number, and the row has rank 0's. A key that
-    matches no entry causes a warning. Raises `ValueError` for a key that is reduced over ranks but
-    matches only an entry with placeholders: it has no slot in the packet.
+    The value of a metric that is reduced over ranks may be a scalar tensor on a device; the next
+    packet carries it without waiting for the device. Any other value must be a Python number, and
+    the row holds rank 0's value. A key that matches no entry causes a warning. Raises `ValueError`
+    for a key that is reduced over ranks but matches only an entry with placeholders, because the
+    packet has no slot for it.
     """
     metric = find(key)
     if metric is not None and metric.over_ranks in COMBINED:
@@ -57,27 +60,29 @@ def put(key: str, value: SupportsFloat) -> None:
 
 
 def take_travelling() -> dict[str, SupportsFloat]:
-    """Remove and return this rank's values of metrics that ranks combine."""
+    """Remove and return this rank's values of metrics that are reduced over ranks."""
     found = dict(_travelling)
     _travelling.clear()
     return found
 
 
 def take_for_row() -> dict[str, float]:
-    """Remove and return the values that go to the next row as they are."""
+    """Remove and return the values that go into the next row unreduced."""
     found = dict(_for_row)
     _for_row.clear()
     return found
 
 
 def find(key: str) -> Metric | None:
-    """Return the entry of a key, else the one whose placeholders fit, else None."""
+    """Return the entry of a key, else the first entry whose placeholders match it, else None."""
     return entry_of(key, METRICS)
 
 
 def is_signal(key: str) -> bool:
-    """Return whether the guard may act on a metric: logged every step, bit-equal on all ranks, and
-    not computed by the guard.
+    """Return whether the guard may act on a metric.
+
+    Such a metric is logged every step, is bit-identical on all ranks, and is not computed by the
+    guard itself.
     """
     metric = find(key)
     if metric is None or metric.every != "step":
@@ -86,15 +91,16 @@ def is_signal(key: str) -> bool:
 
 
 def combined_metrics() -> list[Metric]:
-    """Return the entries whose values ranks combine."""
+    """Return the entries of metrics that are reduced over ranks."""
     return [metric for metric in METRICS.values() if metric.over_ranks in COMBINED]
 
 
 def combine(
     entries: Iterable[Metric], by_rank: Mapping[str, tuple[float, ...]]
 ) -> dict[str, float]:
-    """Return the metrics of `entries` from the values of all ranks, for those that any rank
-    measured; NaN of any rank gives NaN.
+    """Reduce the values of all ranks to the metrics of `entries`.
+
+    Metrics that no rank measured are left out. NaN on any rank gives NaN.
     """
     found = {}
     for metric in entries:
@@ -103,7 +109,7 @@ def combine(
         if any(map(isnan, measured)):
             found[metric.key] = nan
         elif measured:
-            # the slowest rank is named by its position among all
+            # the slowest rank is identified by its position among all ranks
             counted = list(values) if metric.over_ranks == "slowest" else measured
             found[metric.key] = COMBINED[metric.over_ranks](counted)
     return found

@@ -1,6 +1,6 @@
-"""The table of metrics: those that this trainer logs, in the order of a console line and of a
-history's columns, and those of other trainers.
+"""The table of metrics that this trainer logs, and a table of other trainers' metrics.
 
+The order of entries is that of the parts of a console line and of the columns in the histories.
 `words.Metric` explains the fields.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from trainer.tracking.metrics.words import Metric
 
 PHASES = ("data", "shard", "forward", "backward", "optimizer", "logging", "guard", "other")
-"""Phases of a step: `time/train/<phase>_s`."""
+"""The phases of a step, whose times are logged as `time/train/<phase>_s`."""
 CONSOLE = {
     "train/loss": "loss {:.4f}",
     "train/lr(1e-3)": "lr {:.2e}",
@@ -38,9 +38,9 @@ CSV = {
 
 
 def entries(over_ranks: str, every: str, *rows: tuple[str, str, str, str]) -> list[Metric]:
-    """Make the metrics that are reduced alike and logged equally often.
+    """Make entries with the same reduction over ranks and the same frequency.
 
-    A row is the key, the unit, which direction is better, and the meaning.
+    Each row holds the key, the unit, the better direction, and the meaning.
     """
     return [
         Metric(
@@ -58,14 +58,17 @@ def entries(over_ranks: str, every: str, *rows: tuple[str, str, str, str]) -> li
 
 
 def foreign(unit: str, better: str, meanings: Mapping[str, str]) -> list[Metric]:
-    """Make metrics of other trainers that share unit and direction, from meanings by key."""
+    """Make entries of other trainers' metrics with the same unit and better direction.
+
+    `meanings` maps a key to its meaning.
+    """
     return [
         Metric(key, unit, better, meaning, over_ranks="main") for key, meaning in meanings.items()
     ]
 
 
 def lengths(split: str, every: str) -> list[Metric]:
-    """Make the metrics of the lengths of a split's samples."""
+    """Make the entries for the sample lengths of a split."""
     parts = {"prompt": "Unsupervised", "completion": "Supervised", "total": "All"}
     statistics = {"mean": "mean", "min": "smallest", "max": "largest", "p95": "95th percentile"}
     return [
@@ -82,7 +85,7 @@ def lengths(split: str, every: str) -> list[Metric]:
 
 
 def slowest(phase: str) -> Metric:
-    """Make the metric of a phase on the rank where it is longest."""
+    """Make the entry for the time of a phase on the rank where it takes longest."""
     key = f"time/train/{phase}_s"
     meaning = f"{key} on the rank where it is longest."
     return Metric(f"{key}_max", "s", "down", meaning, over_ranks="max", of=key)

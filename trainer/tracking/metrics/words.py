@@ -1,4 +1,4 @@
-"""The entry of a metric, how ranks combine values, and the parts of a key that vary."""
+"""Defines the table entry of a metric, the reductions over ranks, and the placeholders in keys."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,20 +13,21 @@ COMBINED: dict[str, Callable[[list[float]], float]] = {
     "min": min,
     "slowest": lambda values: values.index(max(values)),
 }
-"""Reductions of the values that ranks measure. Such values travel in the step's packet.
+"""The reductions of values that each rank measures. Such values are sent to the other ranks in the
+step's packet.
 
-The other kinds of metrics are "global" (of the whole batch or model, equal on every rank), "guard"
-(computed by the guard, equal on every rank) and "main" (rank 0's value).
+The other kinds of metrics are "global" (a value of the whole batch or model, equal on every rank),
+"guard" (computed by the guard, equal on every rank) and "main" (rank 0's value).
 """
 _REDUCER = re.compile("(.+)@(sum|mean|max|min|last|norm|std|p50|p95|p99)")
-"""Other trainers append the reduction over ranks to a key, as in `loss@mean`."""
+"""Matches a key with a suffix that names its reduction, as other trainers write it: `loss@mean`."""
 PLACEHOLDERS = {
     "<infix>": "[^/]+/[^/]+",
     "<device>": r"\d+",
     "<split>": "(train|val)",
     "<statistic>": "(mean|min|max)",
 }
-"""Maps a part of a key that differs from run to run to the text that it matches; by default any."""
+"""Maps a placeholder in a key to the pattern that it matches. Other placeholders match any text."""
 _PARTS = re.compile("(<.*?>)")
 GROUPS = {
     "length": "completions/|tokens/|(train|val)/seq_|.*response_length",
@@ -38,34 +39,36 @@ GROUPS = {
     "optimisation": "train/|val/|optim/|guard/|actor/|critic/|moe/|clip_ratio|.*(kl|entropy)",
     "memory": "memory|train_memory",
 }
-"""Maps a group of metrics to the beginnings of their keys; the first that fits counts."""
+"""Maps a group of metrics to a pattern for the beginning of their keys. The first group that
+matches counts.
+"""
 
 
 @dataclass(frozen=True)
 class Metric:
     key: str
-    """The key in the log; it may hold placeholders."""
+    """The key in the log, which may contain placeholders."""
     unit: str
-    """The unit of its values: "1" is a pure number, "share" a number from 0 to 1."""
+    """The unit of the values. "1" means a pure number, "share" a number from 0 to 1."""
     better: str
     """The direction that is better: up, down, middle (a middle range is best) or none."""
     meaning: str
     over_ranks: str = "global"
     """The reduction over ranks: a key of `COMBINED`, "global", "guard" or "main"."""
     every: str = "step"
-    """The rows that hold it: step, eval, checkpoint, rare (every 50 steps), timer (measured every
-    10 s) or event.
+    """The rows that hold the metric: step, eval, checkpoint, rare (every 50 steps), timer (measured
+    every 10 s) or event.
     """
     of: str = ""
-    """The metric whose values it combines in another way; empty: its own."""
+    """The key of the metric whose values are reduced. If empty, the metric's own values are."""
     console: str = ""
-    """Format of its part of a console line, with `{}` or `{duration}`."""
+    """The format of the metric in a console line, with `{}` or `{duration}`."""
     csv: str = ""
-    """Column in the histories, and the reduction over an epoch's steps, as in `seconds sum`."""
+    """The column in the histories and the reduction over an epoch's steps, as in `seconds sum`."""
 
     @property
     def factor(self) -> float:
-        """The factor from its unit to the value that people are shown."""
+        """The factor that converts a logged value to the value that users see."""
         return 1e-3 if self.unit == "1e-3" else 1
 
     @property
@@ -74,25 +77,25 @@ class Metric:
 
     @property
     def group(self) -> str:
-        """The key of `GROUPS` whose beginnings fit, else "other"."""
+        """The first key of `GROUPS` whose pattern matches, else "other"."""
         found = (group for group, names in GROUPS.items() if re.match(names, self.key))
         return next(found, "other")
 
 
 def split_reducer(key: str) -> tuple[str, str | None]:
-    """Split `tokens@sum` into (`tokens`, `sum`); a key without such a suffix comes with None."""
+    """Split `tokens@sum` into (`tokens`, `sum`). Without such a suffix, the second item is None."""
     match = _REDUCER.fullmatch(key)
     return (match[1], match[2]) if match else (key, None)
 
 
 @lru_cache
 def pattern(key: str) -> re.Pattern[str]:
-    """Compile a key with placeholders."""
+    """Compile a key with placeholders to a pattern."""
     return re.compile(_PARTS.sub(lambda part: PLACEHOLDERS.get(part[0], ".+"), re.escape(key)))
 
 
 def entry_of(key: str, table: Mapping[str, Metric]) -> Metric | None:
-    """Return the entry of a key, else the first whose placeholders fit, else None."""
+    """Return the entry of a key, else the first entry whose placeholders match it, else None."""
     if key in table:
         return table[key]
     patterns = (metric for name, metric in table.items() if "<" in name)

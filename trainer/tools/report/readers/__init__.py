@@ -1,4 +1,4 @@
-"""Readers of training logs: one `RunLog` from the files of any trainer."""
+"""Readers of training logs: they turn the files of any trainer into one `RunLog`."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -21,18 +21,18 @@ FIX = (
 )
 Reader = Callable[[Path, Store], None]
 READERS: dict[str, Reader] = {
-    # ms-swift makes a directory v<N>-<time> for each start, transformers checkpoint-<step>.
+    # ms-swift makes a directory v<N>-<time> for each start; transformers makes checkpoint-<step>.
     "metrics.jsonl logging.jsonl v*-*/logging.jsonl *.jsonl *.ndjson": read_json_lines,
     "trainer_state.json checkpoint-*/trainer_state.json *.json": read_log_history,
     "training_history.csv *.csv *.tsv": read_csv,
     "**/*tfevents*": read_event_files,
     "*.log *.txt *.out": read_console,
 }
-"""Patterns of files in a run directory -> their reader; the best log first."""
+"""File patterns in a run directory -> their reader, best log first."""
 MAX_TRIED = 40
-"""A directory with more files without metrics is no run directory."""
+"""After this many files without metrics, a directory is not taken for a run directory."""
 PARTS_OF_RUNS = re.compile(r"checkpoint-\d+|tensorboard")
-"""Directories in a run directory that hold logs."""
+"""Matches directories inside a run directory that hold logs."""
 
 
 def read_run(path: Path) -> RunLog:
@@ -56,13 +56,13 @@ def read_run(path: Path) -> RunLog:
 
 
 def _logs_in(directory: Path) -> Iterator[Path]:
-    """Yield the logs in a run directory, the best first; of several versions the newest."""
+    """Yield the logs in a run directory, best format first, then newest version first."""
     for pattern in " ".join(READERS).split():
         yield from sorted(directory.glob(pattern), key=_version, reverse=True)
 
 
 def _version(path: Path) -> list[list[int]]:
-    """Return the numbers in the names of a file and its directory, as 10 of `checkpoint-10`."""
+    """Return the numbers in the names of a file and its directory, as 10 in `checkpoint-10`."""
     return [[int(n) for n in re.findall(r"\d+", name)] for name in (path.name, path.parent.name)]
 
 

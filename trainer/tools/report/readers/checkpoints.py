@@ -1,4 +1,4 @@
-"""Checkpoints in a run directory, and which of ours are damaged by their names and sizes."""
+"""Finds the checkpoints in a run directory. The names and sizes of files show damage in ours."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,11 @@ _STEP_DIR = re.compile(r"(global_step_|checkpoint-)(\d{1,15})")
 
 
 def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
-    """Return every `global_step_N` and `checkpoint-N` by rising step."""
+    """Return every `global_step_N` and `checkpoint-N` directory, sorted by rising step."""
     found = []
     for path in run_dir.glob("*/"):
         match = _STEP_DIR.fullmatch(path.name)
-        # A directory with nothing but a state is a copy of the log.
+        # A directory with only a trainer state is a copy of the log, not a checkpoint.
         if match and [entry.name for entry in path.iterdir()] != [STATE]:
             faults = _faults(path) if match[1] == "global_step_" else ()
             found.append(CheckpointState(int(match[2]), path, tree_bytes(path), faults))

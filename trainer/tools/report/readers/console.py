@@ -1,4 +1,4 @@
-"""Metrics that verl and ROLL print, in a captured console."""
+"""Reads the metrics that verl and ROLL print from captured console output."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,11 @@ VERL = re.compile(r"(?:^|[\s\r])step:(\d{1,15}) - (\S.*)")
 ROLL = re.compile(r"metrics_tag: (\{.*)")
 """`metrics_tag: {"step": 1, "metrics": {…}}`"""
 METRIC = re.compile(r"(\S+):(?:[\w.]+\()?([^\s()]+)")
-"""A metric of verl; numpy prints its numbers as `np.float64(0.5)`."""
+"""Matches a metric of verl. Its value may be printed as `np.float64(0.5)`."""
 
 
 def read_console(path: Path, store: Store) -> None:
-    """Read the lines with metrics; others are skipped."""
+    """Read the lines that hold metrics and skip the others."""
     with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         while line := file.readline(MAX_LINE_BYTES).decode(errors="replace"):
             if match := ROLL.search(line):

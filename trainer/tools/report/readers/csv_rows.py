@@ -1,4 +1,4 @@
-"""CSV: any table with a step or epoch column, controller histories, panels exported from W&B."""
+"""Reads CSV files: tables with a step or epoch column, training histories, and W&B panels."""
 
 import csv
 from io import TextIOWrapper
@@ -12,14 +12,14 @@ from trainer.tools.report.readers.store import Store
 from trainer.tools.report.run_log import UnreadableLogError
 
 HISTORIES = {"training_history.csv": "train/", "validation_history.csv": "val/"}
-"""Two tables of one run, and the prefix of their metrics."""
+"""The two tables of one run, each with the prefix for its metrics."""
 MAX_LINE_LENGTH = 2**16
 RANGES = ("__MIN", "__MAX")
-"""Suffixes of columns that a panel of W&B adds to each metric."""
+"""Suffixes of the extra columns that W&B exports for each metric of a panel."""
 
 
 def read_csv(path: Path, store: Store) -> None:
-    """Read a table; of a training history also the validations."""
+    """Read a table. With a training history, also read the validation history next to it."""
     store.facts["source"] = "csv"
     _read_table(path, store)
     validations = path.with_name("validation_history.csv")
@@ -39,7 +39,7 @@ def _read_table(path: Path, store: Store) -> None:
             shown = ", ".join(header)[:200]
             raise UnreadableLogError(f"{path} has no column step or epoch, only {shown}: add one")
         names = [key if key in STEP_KEYS else prefix + key for key in header]
-        # Line by line: a stray quote in a damaged line must not swallow the next ones.
+        # Parse line by line: a stray quote in a damaged line must not swallow the next lines.
         for line in iter(lambda: file.readline(MAX_LINE_LENGTH), ""):
             cells = _cells(line, delimiter)
             row = dict(zip(names, cells, strict=False)) if len(cells) == len(names) else {}

@@ -1,4 +1,4 @@
-"""TensorBoard event files: every point of every scalar, read by TensorBoard's own loader."""
+"""Reads every point of every scalar from TensorBoard event files, with TensorBoard's own loader."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ NOTE = "TensorBoard keeps scalars as 32-bit floats; a file is read up to its fir
 
 
 def read_event_files(path: Path, store: Store) -> None:
-    """Read the event file `path` and the others in its directory, the oldest first.
+    """Read all event files in the directory of `path`, oldest first.
 
-    Their names begin with the time of their creation. The start of a session discards its step and
-    later ones.
+    The names of event files begin with their creation time. The start of a session discards earlier
+    points at its step and later ones.
     """
     try:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader

@@ -1,4 +1,4 @@
-"""JSON: our `metrics.jsonl`, the JSON lines of other trainers, and transformers' `log_history`."""
+"""Reads JSON logs: `metrics.jsonl`, other trainers' JSON lines, transformers' `log_history`."""
 
 import re
 from pathlib import Path
@@ -15,17 +15,17 @@ NOTES = (
     "transformers replaces a NaN or infinite loss by the mean of the interval unless "
     "logging_nan_inf_filter is off: a loss of 0 or a grad_norm of NaN are the only traces",
 )
-"""Of transformers and ms-swift, which trains with it."""
+"""Notes on logs of transformers and of ms-swift, which uses the transformers trainer."""
 SUMMARY_KEYS = {"log_history", "best_model_checkpoint", "train_runtime"}
-"""Keys of rows that sum up a run."""
+"""Keys that occur only in rows that sum up a run."""
 
 
 def read_json_lines(path: Path, store: Store) -> None:
-    """Read JSON objects, one per line; with our own log also its run directory."""
+    """Read JSON objects, one per line. For our own log, also read the other files of the run."""
     lines = JsonLines(path, is_final=True)
     for _, row in lines:
         step = row.get(step_key(row) or "")
-        if total := as_step(str(step).partition("/")[2]):  # of "2800/6000"
+        if total := as_step(str(step).partition("/")[2]):  # the total in "2800/6000"
             store.facts |= {"source": "ms-swift", "total_steps": total, "notes": NOTES}
         start = as_step(step)
         if row.get("kind") in metrics_file.MARKERS and start is not None:
@@ -34,7 +34,7 @@ def read_json_lines(path: Path, store: Store) -> None:
             store.facts["source"] = "verl"
             store.add(step, row["data"])
         elif SUMMARY_KEYS.isdisjoint(row):
-            # {"nonfinite": {"train/loss": "nan"}} holds what JSON lacks
+            # {"nonfinite": {"train/loss": "nan"}} holds the values that JSON cannot express
             nonfinite = row.pop("nonfinite", {})
             store.add(step, row | nonfinite if isinstance(nonfinite, dict) else row)
     store.num_unparsed += lines.num_unparsed
@@ -43,7 +43,7 @@ def read_json_lines(path: Path, store: Store) -> None:
 
 
 def read_log_history(path: Path, store: Store) -> None:
-    """Read `trainer_state.json` of transformers, also the rows of a file that was cut."""
+    """Read transformers' `trainer_state.json`. Rows are read even if the file was cut off."""
     text = read_regular(path).decode(errors="replace")
     _, _, history = text.partition('"log_history"')
     for row in map(parsed, re.findall(r"\{[^{}]*\}", history)):

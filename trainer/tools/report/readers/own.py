@@ -1,4 +1,4 @@
-"""The files of our run directory that accompany `metrics.jsonl`."""
+"""Reads the files that accompany `metrics.jsonl` in this trainer's run directory."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ PROOF_FIELDS = ServingCheck.__dataclass_fields__.keys()
 
 
 def add_run_directory(run_dir: Path, store: Store) -> None:
-    """Add configuration, machine, sample, events, evaluations, proofs and hard rows of a run."""
+    """Add a run's configuration, environment, sample, events, evaluations, proofs and hard rows."""
     run = read_object(run_dir / run_info.FILE_NAME)
     proofs = map(read_object, run_dir.glob("proofs/step_*.json"))
     served = [
@@ -43,7 +43,7 @@ def add_run_directory(run_dir: Path, store: Store) -> None:
 
 
 def _add_events(run_dir: Path, store: Store) -> None:
-    """Add the events, and the exit code unless the run was continued since."""
+    """Add the events, and the exit code unless the run has been continued since it ended."""
     lines = JsonLines(run_dir / events_file.FILE_NAME, is_final=True)
     events = []
     for _, row in lines:

@@ -1,4 +1,4 @@
-"""Tolerant parsers of what logs contain: numbers inside strings, step columns, metric names."""
+"""Tolerant parsers for the contents of logs: numbers in strings, step columns, metric names."""
 
 import re
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from trainer.tracking.metrics.words import split_reducer
 
 MAX_STEP = 2**53
 MAX_NUMBER_LENGTH = 64
-"""A longer string is no number."""
+"""A string of this length or more is not parsed as a number."""
 UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 BOOKKEEPING = {*STEP_KEYS, "attempt", "total_steps", "timestamp"} - {"epoch"}
 """Columns that are not metrics."""
@@ -21,7 +21,7 @@ MIRRORS = {
     "train/lr(1e-3)": ("train/lr", 1e-3),
     "train/lr_1e-3_": ("train/lr", 1e-3),
 }
-"""Name in another unit -> our key, and the factor to our unit."""
+"""Name of a metric in a different unit -> our key, and the factor that converts to our unit."""
 PREFIXES = {
     # W&B puts the name of the run before a metric when it exports a panel.
     "^.* - ": "",
@@ -30,16 +30,16 @@ PREFIXES = {
     # TRL and ms-swift log these without a prefix in files and with `train/` in TensorBoard.
     "^train/(?=(kl|reward|reward_std|frac_reward_zero_std)$|rewards/|completions/|clip_ratio)": "",
 }
-"""Prefix in other trainers' names (a pattern) -> our prefix."""
+"""Pattern for a prefix in other trainers' names -> our prefix."""
 
 
 def step_key(names: Collection[str]) -> str | None:
-    """Return the best step column among the columns of a row or table, None without one."""
+    """Return the best step column of a row or table; None if it has none."""
     return next((key for key in STEP_KEYS if key in names), None)
 
 
 def as_number(value: object) -> float | None:
-    """Return a cell as a float, None if it is not a number."""
+    """Return a cell as a float; None if it is not a number."""
     if isinstance(value, str):
         return _parse_number(value) if len(value) < MAX_NUMBER_LENGTH else None
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -60,13 +60,13 @@ def _parse_number(text: str) -> float | None:
 
 
 def as_step(value: object) -> int | None:
-    """Return a cell as an optimizer step, None if it is not one."""
+    """Return a cell as an optimizer step; None if it is not one."""
     number = as_number(value)
     return int(number) if number is not None and 0 <= number < MAX_STEP else None
 
 
 def canonical(name: str) -> tuple[str, float]:
-    """Return our key for a metric name in any log, and the factor to our unit."""
+    """Return our key for a metric name from any log, and the factor that converts to our unit."""
     name, _ = split_reducer(name)
     if name.startswith(("Train/", "Val/", "Eval/", "Validation/")):
         name = name.lower()

@@ -1,4 +1,4 @@
-"""The store that every reader fills: key -> steps and values."""
+"""The store that every reader fills with the steps and values of each metric."""
 
 from array import array
 from bisect import bisect_right
@@ -20,13 +20,13 @@ from trainer.tools.report.readers.parsing import (
 from trainer.tools.report.run_log import RunLog, Series, UnreadableLogError
 
 MAX_KEYS = 20_000
-"""A damaged file with new keys in each row must not fill the memory."""
+"""The limit on metrics, so that a damaged file with new keys in each row cannot fill the memory."""
 CLOCKS = ("ts", "_timestamp")
-"""Columns with the wall time in seconds."""
+"""Columns that hold wall time in seconds."""
 ELAPSED, STEP_TIME = "progress/elapsed_s", "train/time(s)"
 
 Column = tuple["array[int]", "array[float]"]
-"""The steps of a metric and its values, in the order in which they were written."""
+"""A metric's steps and values, in the order in which they were written."""
 
 
 class Store:
@@ -34,7 +34,7 @@ class Store:
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {"source": "jsonl", "num_attempts": 1}
-        """Fields of the `RunLog` that a reader knows."""
+        """Fields of the `RunLog` that the reader sets."""
         self.num_rows = 0
         self.num_unparsed = 0
         self._num_lost_steps = 0
@@ -44,7 +44,8 @@ class Store:
     def add(self, step: object, row: object) -> None:
         """Add a row; count it as unparsed if it is not a mapping or has no step.
 
-        Numbers in strings count, nested mappings become `outer/inner`, other values are left out.
+        Strings that hold numbers are converted, and the keys of nested mappings become
+        `outer/inner`. Other values are left out.
         """
         at = as_step(step)
         if at is None or not isinstance(row, dict):
@@ -53,7 +54,7 @@ class Store:
         metrics = {}
         is_nested = dict in map(type, row.values())
         for key, cell in (flat(row, separator="/") if is_nested else row).items():
-            number = cell if type(cell) is float else as_number(cell)  # floats are most cells
+            number = cell if type(cell) is float else as_number(cell)  # most cells are floats
             if number is not None and key not in BOOKKEEPING:
                 metrics[key] = number
         if at < self._last_step:
@@ -80,7 +81,7 @@ class Store:
             del steps[kept:], values[kept:]
 
     def log(self, path: Path, run_dir: Path) -> RunLog:
-        """Return the log at `path`, with the checkpoints of `run_dir`."""
+        """Return the log that was read from `path`, with the checkpoints in `run_dir`."""
         series = self._series()
         clocks = [series.pop(key) for key in CLOCKS if key in series]
         if ELAPSED in series:
@@ -98,9 +99,11 @@ class Store:
         )
 
     def _series(self) -> dict[str, Series]:
-        """Return series under our keys, each sorted by step; the last value of a step counts."""
+        """Return the series under our keys, sorted by step. Of several values at one step, the last
+        one counts.
+        """
         series: dict[str, Series] = {}
-        # A column that has our name comes before its mirrors in other units.
+        # A column under our own key takes precedence over its mirrors in other units.
         for name in sorted(self._columns, key=lambda name: canonical(name)[0] != name):
             key, factor = canonical(name)
             steps, values = map(np.asarray, self._columns.pop(name))
@@ -112,6 +115,8 @@ class Store:
 
 
 def _time_per_step(elapsed: Series) -> Series:
-    """Return the seconds per step; the clock may begin again at a restart."""
+    """Return the seconds per step. Intervals in which the clock was reset by a restart are left
+    out.
+    """
     step_s = np.diff(elapsed.values) / np.diff(elapsed.steps)
     return Series(elapsed.steps[1:], step_s)[step_s >= 0]
