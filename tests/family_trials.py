@@ -130,8 +130,7 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
             model = build(world, source, max_length=MAX_LENGTH)
         except ConfigError as error:
             return {"how": REFUSED, "reason": str(error).replace(str(path), "MODEL")}
-    place = next(line for line in lines if "documents run " in line)
-    said = place[place.index("documents run ") :]
+    said = next(line for line in lines if "documents are packed" in line or "one by one" in line)
     plain_loss, plain_grads = plain_step(path)
     norm = torch.stack([grad.norm() for grad in plain_grads.values()]).norm()
     errors: dict[str, list[float]] = {"loss error": [], "norm error": [], "gradient error": []}

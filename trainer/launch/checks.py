@@ -170,8 +170,8 @@ def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterato
     reason = require_trainable(launch.config, source).reason
     found = source.config
     name = ", ".join(getattr(found, "architectures", None) or [found.model_type])
-    how = "packed" if reason is None else f"one by one (slower): {reason}"
-    yield Checked("ok", f"{name}: documents run {how}")
+    how = "are packed" if reason is None else f"run one by one (slower): {reason}"
+    yield Checked("ok", f"{name}: documents {how}")
     longest = getattr(found, "max_position_embeddings", None)
     asked = launch.config.data.max_length
     if isinstance(longest, int) and asked > longest:

@@ -157,7 +157,10 @@ def _bounds(device: torch.device) -> tuple[DocumentLengths, Tensor, int]:
 
     This is for layers that receive no bounds.
     """
-    assert _running is not None  # `run_plain` sets it
+    if _running is None:
+        raise ConfigError(
+            "packed attention needs document bounds.\nFix: model.attention=per_document"
+        )
     return _running, _running.cu_seqlens(device), max(_running.seqlens)
 
 
