@@ -234,8 +234,8 @@ def test_a_sharded_part_continues_on_any_number_of_ranks(tmp_path, before, after
     [
         (Undeclared, "it is not the same on rank 0 and rank 1"),
         (ShardedWithOwn, "it is not the same on rank 0 and rank 1"),
-        (ShardedUndeclared, "a part holds sharded tensors"),
-        (ShardedWithCount, "a part holds sharded tensors"),
+        (ShardedUndeclared, "if a part holds sharded tensors"),
+        (ShardedWithCount, "if a part holds sharded tensors"),
     ],
 )
 def test_a_state_that_other_ranks_could_not_take_over_is_refused_at_the_save(tmp_path, kind, text):

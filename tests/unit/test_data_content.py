@@ -75,7 +75,10 @@ def test_flags_are_refused_where_tags_do_not_tell_the_turns_apart():
         "eos_token }}", "eos_token }}{% endgeneration %}"
     )
     found = reason(template, USER, {**ONE, "weight": 0}, TWO)
-    assert "mark 1 parts of 2 assistant turns, so the flags of this row cannot be followed" in found
+    assert (
+        "mark 1 spans for 2 assistant turns, so this row's training flags cannot be applied"
+        in found
+    )
 
 
 FORGED = {

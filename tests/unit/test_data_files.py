@@ -27,7 +27,7 @@ def test_resolve_files(tmp_path):
         ("*.parquet", r"no file matches '.*\*.parquet'"),
         ("dangling.jsonl", "no file matches '.*dangling.jsonl'"),
         (".", "is not a regular file.\nFix: "),
-        ("notes.log", "unsupported format '.log'; supported are .jsonl, .jsonl.gz, "),
+        ("notes.log", "unsupported format '.log'; the supported formats are .jsonl, .jsonl.gz, "),
         ("rows.csv", r"unsupported format '.csv'(?s:.*) convert it: python -c .*rows.csv'"),
         ("pipe.jsonl", "'.*pipe.jsonl' is not a regular file"),
         ("link.jsonl", "'.*link.jsonl' is not a regular file"),

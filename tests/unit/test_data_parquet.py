@@ -79,7 +79,9 @@ def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path):
 def test_two_columns_of_one_name_are_refused_unless_nothing_reads_them(tmp_path):
     path = tmp_path / "rows.parquet"
     values = [pa.array([text]) for text in ("hi", "hello", "bye")]
-    with pytest.raises(DataError, match=rf"'{path}' has several columns of one name.*\n.*Fix: "):
+    with pytest.raises(
+        DataError, match=rf"'{path}' has several columns with the same name.*\n.*Fix: "
+    ):
         list(read(path, pa.Table.from_arrays(values, names=["q", "a", "a"]), PAIR))
     values = [*values, pa.array(["more"])]
     (item,) = read(path, pa.Table.from_arrays(values, names=["q", "a", "extra", "extra"]), PAIR)

@@ -143,7 +143,9 @@ class RunLock:
             )
         logger.warning("%s has no locks (flock): never start a second run there", self._path.parent)
         if self._look()[1]:
-            logger.warning("taking over from the run %s: has it ended?", self._holder())
+            logger.warning(
+                "taking over from the run %s; make sure that it has ended", self._holder()
+            )
 
     def _make_again(self) -> bool:
         """Create a removed lock file again. Return True if this run then holds the lock.
@@ -156,7 +158,7 @@ class RunLock:
             self._write_record()
         except OSError:
             return False
-        logger.warning("%s was removed during training: this run made it again", self._path)
+        logger.warning("%s was removed during training: this run has recreated it", self._path)
         return self.is_held()
 
     def _open(self, flags: int) -> int:

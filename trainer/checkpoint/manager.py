@@ -113,7 +113,7 @@ class CheckpointManager:
         if is_required and step != self._committed_step:
             raise CannotWriteError(
                 f"the checkpoint of step {step} cannot be written: {self._last_error}.\n"
-                f"Fix: remove the cause; the same command continues"
+                f"Fix: resolve the cause, then run the same command to continue"
             )
         self._raise_if_exhausted(is_required)
         self._metrics["time/train/checkpoint_s"] = time.perf_counter() - started
@@ -186,8 +186,8 @@ class CheckpointManager:
     def _note(self, step: int, outcome: int | SaveFailedError, duration_s: float) -> None:
         if isinstance(outcome, UnresolvedSaveError):
             raise ResumableError(
-                f"the save of step {step} was left undecided: {outcome}; the same command finds "
-                f"out and continues"
+                f"could not confirm whether step {step} was saved: {outcome}.\n"
+                f"Fix: run the same command to find out and continue"
             ) from outcome
         if isinstance(outcome, SaveFailedError):
             self._num_failed_in_a_row += 1
@@ -212,7 +212,7 @@ class CheckpointManager:
             raise ResumableError(
                 f"{self._num_failed_in_a_row} saves in a row failed; the last: "
                 f"{self._last_error}.\n"
-                f"Fix: remove the cause; the same command continues from the last checkpoint"
+                f"Fix: resolve the cause, then run the same command to continue from the last checkpoint"
             )
 
     def _is_finite(self, snapshot: Snapshot) -> bool:

@@ -125,7 +125,7 @@ def require_space(run_dir: Path, needed_bytes: int) -> None:
     if free_bytes < needed_bytes * SPARE:
         raise OSError(
             errno.ENOSPC,
-            f"a checkpoint needs {readable(needed_bytes)}, and {readable(free_bytes)} are free: "
+            f"a checkpoint needs {readable(needed_bytes)}, but only {readable(free_bytes)} are free: "
             f"free some space, or {KEEP_FEWER}",
             str(run_dir),
         )

@@ -34,7 +34,8 @@ def read(run_dir: Path) -> Rollbacks:
         return Rollbacks()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"cannot read {run_dir / FILE}: {error}\nFix: restore it, or remove it to forget them"
+            f"cannot read {run_dir / FILE}: {error}\nFix: restore the file, or delete it to "
+            f"forget the rollbacks"
         ) from error
 
 

@@ -159,8 +159,8 @@ def _first_verified(
             on_main(set_aside, run_dir, world)
     if candidates:
         raise NoUsableCheckpointError(
-            f"every checkpoint in {run_dir} to continue from is damaged, and set aside as "
-            f".corrupt_*.\nFix: start a new run with trainer.experiment_name=<new name>"
+            f"every checkpoint in {run_dir} that the run could continue from is damaged, and was "
+            f"renamed to .corrupt_*.\nFix: start a new run with trainer.experiment_name=<new name>"
         )
     return None
 

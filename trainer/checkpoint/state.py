@@ -130,10 +130,10 @@ class OptimizerShards:
             saved, live = states.entries(name), self.optimizer.state[parameter]
             if saved[0].keys() != live.keys():
                 raise CorruptShardError(
-                    f"{directory.name} was saved by another optimizer: it has "
-                    f"{', '.join(saved[0])} of '{name}', {type(self.optimizer).__name__} needs "
+                    f"{directory.name} was saved by a different optimizer: for '{name}' it has "
+                    f"{', '.join(saved[0])}, but {type(self.optimizer).__name__} needs "
                     f"{', '.join(live)}.\nFix: restore optim.name, or start a new run from the "
-                    f"weights: another trainer.experiment_name, "
+                    f"weights, with another trainer.experiment_name and "
                     f"model.partial_pretrain={directory}/huggingface"
                 )
             for key, value in live.items():

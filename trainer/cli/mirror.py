@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
             f"Fix: start it once with trainer.checkpoint.mirror=<URL>"
         )
     if is_live(run_dir):
-        raise ConfigError(f"the run in '{run_dir}' trains now, and keeps the mirror itself")
+        raise ConfigError(f"the run in '{run_dir}' is still training and updates the mirror itself")
     from trainer.checkpoint.storage import Storage, StorageError
     from trainer.tools.mirror.restore import prepare
     from trainer.tools.mirror.upload import Uploader

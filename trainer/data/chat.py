@@ -150,7 +150,7 @@ class RowEncoder:
         tokenizer = self.tokenizer
         if tokenizer.eos_token_id is None:
             raise DataError(
-                "plain text ends with the tokenizer's end token (eos_token), and this one has none"
+                "plain text needs an end token (eos_token), but this tokenizer has none"
             )
         [first, *_] = tokenizer.encode("a", add_special_tokens=False)
         with_all = tokenizer.encode("a")

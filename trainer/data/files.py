@@ -66,7 +66,7 @@ def _check_file(path: Path) -> None:
     if not path.name.endswith(SUFFIXES):
         fix = CSV_FIX.format(path=path) if path.suffix == ".csv" else "convert, rename or unpack it"
         raise DataError(
-            f"'{path}' has the unsupported format '{path.suffix}'; supported are "
+            f"'{path}' has the unsupported format '{path.suffix}'; the supported formats are "
             f"{', '.join(SUFFIXES)}.\nFix: {fix}"
         )
 

@@ -306,7 +306,9 @@ def _from_sharegpt(turn: Any, where: str) -> Message:
     speaker, value = message.pop("from", None), message.pop("value", None)
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
-        raise UnusableError(f"unknown role: {where} is from {speaker!r}, known are {known}")
+        raise UnusableError(
+            f"unknown role: {where} is from {speaker!r}; the known roles are {known}"
+        )
     message["role"] = SHAREGPT_ROLES[speaker]
     if speaker != "function_call":
         return {**message, "content": value}
@@ -346,7 +348,7 @@ def _checked_message(message: Any, index: int) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise UnusableError(
-            f"unknown role: {where} has role {role!r}, known are {', '.join(ROLES)}"
+            f"unknown role: {where} has role {role!r}; the known roles are {', '.join(ROLES)}"
         )
     calls = message.get("tool_calls") or []
     if not _are_objects(calls):
@@ -371,7 +373,7 @@ def _is_trained(message: Message, index: int) -> bool:
     given = " and ".join(f"{name}={value!r}" for name, value in flags.items())
     where = f"bad flag: message {index + 1} ({message['role']}) has {given}"
     if any(value not in (0, 1) for value in flags.values()):
-        raise UnusableError(f"{where}, known are 0, 1, false and true")
+        raise UnusableError(f"{where}; allowed: 0, 1, false and true")
     if len(set(flags.values())) > 1:
         raise UnusableError(f"{where}, which contradict each other")
     is_on = all(flags.values())
@@ -451,5 +453,5 @@ def _require(key: str, values: np.ndarray, is_known: np.ndarray, known: str) -> 
     if not is_known.all():
         place = int(is_known.argmin())
         raise UnusableError(
-            f"bad tokens: '{key}' has {values[place]} at position {place + 1}, known are {known}"
+            f"bad tokens: '{key}' has {values[place]} at position {place + 1}; allowed: {known}"
         )

@@ -135,7 +135,7 @@ class TrainLoader:
         num_workers: int,
         skipped_steps: frozenset[int] = frozenset(),
     ) -> None:
-        """`skipped_steps` are left out: their batches are never trained."""
+        """`skipped_steps` are left out: the model is never trained on their batches."""
         self._samples, self.plan, self.schedule = samples, plan, schedule
         self._num_workers, self._skipped_steps = num_workers, skipped_steps
         self.last_step = total_steps

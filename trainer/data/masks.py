@@ -123,9 +123,9 @@ class Renderings:
         if trained != self.turns:
             if len(spans) != len(self.turns):
                 raise UnusableError(
-                    f"chat template: its generation tags mark {len(spans)} parts of "
-                    f"{len(self.turns)} assistant turns, so the flags of this row cannot be "
-                    f"followed; {FIX}"
+                    f"chat template: its generation tags mark {len(spans)} spans for "
+                    f"{len(self.turns)} assistant turns, so this row's training flags cannot be "
+                    f"applied; {FIX}"
                 )
             spans = [
                 span for index, span in zip(self.turns, spans, strict=True) if index in trained

@@ -144,7 +144,7 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
             kept = [name for name in names if any(_is_part(name, column) for column in read)]
             if len(set(kept)) < len(kept):
                 raise DataError(
-                    f"'{path}' has several columns of one name: {', '.join(kept)}.\n"
+                    f"'{path}' has several columns with the same name: {', '.join(kept)}.\n"
                     f"Fix: write the file again with a different name for each column"
                 )
             unread = tuple(name for name in names if name not in kept)

@@ -40,7 +40,7 @@ class Design:
 def design_model(config: ModelConfig, source: ModelSource, *, max_length: int) -> Design:
     """Design a model without reading its weights.
 
-    `max_length`: of documents, in tokens. Raise `ConfigError` for a model that cannot be trained,
+    `max_length`: the maximum document length in tokens. Raise `ConfigError` for a model that cannot be trained,
     or that cannot be trained as configured.
     """
     reason = packed_lm.unpackable_reason(source.config, max_length=max_length)

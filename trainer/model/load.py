@@ -91,7 +91,7 @@ def fill(
         for name, found in zip(group.stored, stored, strict=True):
             if found.dtype not in _STORED_DTYPES:
                 raise ConfigError(
-                    f"{found.file}: tensor {name} is {found.dtype}, no floating-point weights"
+                    f"{found.file}: tensor {name} is {found.dtype}, but weights must be floating-point"
                 )
     slices = [local_slices(tensor) for tensor in own]
     if group.converter is None:

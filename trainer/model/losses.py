@@ -53,7 +53,7 @@ class Loss:
         return self.main is cross_entropy and not self.terms
 
     def formula(self, logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":
-        """Return the trained losses [C], differentiable by torch."""
+        """Return the training losses [C], differentiable by autograd."""
         losses_C = self.main(logits_CV, labels_C)
         for term in self.terms.values():
             losses_C = losses_C + term.weight * term.formula(logits_CV, labels_C)

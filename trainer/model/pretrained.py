@@ -60,7 +60,7 @@ class ModelSource:
 
     @cached_property
     def places(self) -> Places:
-        """Return where the language model's names are in the whole model."""
+        """Return the prefixes of the language model's names in the whole model, by prefix."""
         return weights.places_of(self.text, self.whole)
 
     @cached_property

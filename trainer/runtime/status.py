@@ -93,7 +93,7 @@ def write_beat(descriptor: int, beat: Beat) -> None:
 
 @contextmanager
 def new_status(num_ranks: int) -> Iterator[Status]:
-    """Make the files for `num_ranks` ranks on this machine. They are gone after the block."""
+    """Make the files for `num_ranks` ranks on this machine. They are removed when the `with` block ends."""
     descriptors = [os.memfd_create("sft-status") for _ in range(1 + num_ranks)]
     try:
         for descriptor in descriptors[1:]:

@@ -200,7 +200,7 @@ class Guard(Remembered, Part):
         )
 
     def _given_up_since(self) -> int | None:
-        """Return the first of too many non-finite steps; None if there are only a few."""
+        """If there are too many non-finite steps, return the first of them; otherwise None."""
         steps = self._nonfinite_steps
         for number, window in NONFINITE_LIMITS:
             if len(steps) >= number and steps[-1] - steps[-number] < window:

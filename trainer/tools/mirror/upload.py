@@ -187,7 +187,7 @@ class Uploader:
             if sizes.get(name) != record.size_bytes:
                 self._sent.discard(record.path)
                 raise StorageError(
-                    f"{name} has {sizes.get(name, 0)} bytes there, {record.size_bytes} were sent"
+                    f"{name} has {sizes.get(name, 0)} bytes in the storage, but {record.size_bytes} were sent"
                 )
 
     def _rotate(self, held: MirrorState, pointer: int) -> list[int]:

@@ -87,7 +87,7 @@ def advise(run: AnalysedRun, name: str) -> tuple[str, str]:
 def _change(run: AnalysedRun, purpose: str) -> str:
     """Describe a change, as in `learning_rate from 5e-5 to 5e-6`.
 
-    If the configuration lacks the learning rate, its logged peak counts.
+    If the configuration has no learning rate, the highest logged value is used.
     """
     option, (change, factor), now = run.options[purpose], CHANGES[purpose], run.amount(purpose)
     if purpose == "lr" and now is None and (rates := run.find("lr")):

@@ -145,7 +145,7 @@ class AnalysedRun:
 
     @cached_property
     def is_pretrained(self) -> bool:
-        """Return whether the usual ranges of losses apply, which assume a pretrained model."""
+        """Return whether the usual loss ranges apply; they assume a pretrained model."""
         is_quickstart = self.config("model.partial_pretrain") == "quickstart"
         return not (self.config("model.random_weights") or is_quickstart)
 

@@ -113,7 +113,7 @@ def _stays(row: Row, run: AnalysedRun, _: Series) -> Findings:
 
 
 def _is_sudden(points: Series, onset: int, ratio: float) -> bool:
-    """Return whether most of a change by a ratio happens within a few points."""
+    """Return whether most of a change, measured as a ratio, happens within a few points."""
     at = int(np.searchsorted(points.steps, onset))
     before = points.values[max(0, at - NUM_SUDDEN) : at + 1]
     after = points.values[at + NUM_SUDDEN :][: NUM_SUDDEN + 1]

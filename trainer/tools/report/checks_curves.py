@@ -193,7 +193,7 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
             f"{sum(a.has_recovered for a in spikes)} went back to the usual level",
             f"highest losses of step {peak.peak_step}: {named}" if rows else "",
         ],
-        cause="Updates or batches that throw the model off; see what moved along.",
+        cause="Updates or batches that destabilize the model; check which other metrics changed at the same steps.",
         remedy=("clip", "larger_batch", "watch"),
     )
 
@@ -271,10 +271,10 @@ def schedule(run: AnalysedRun, rates: Series) -> Findings:
         steps=(raised[0].steps[0], raised[-1].steps[1]),
         value=worst.factor,
         evidence=[f"{moved_along(a)} at {interval(a.steps)} followed" for a in led],
-        cause="A scheduler that was changed or restored wrongly, or a change by hand.",
+        cause="The scheduler was changed or restored incorrectly, or the rate was changed by hand.",
         remedy=(
             f"Find what set the rate at step {worst.steps[0]}; go back to a checkpoint before "
-            "it and train on with the schedule unbroken.",
+            "it and continue with the original schedule.",
         ),
     )
 

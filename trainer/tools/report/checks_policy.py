@@ -28,9 +28,7 @@ _FORMAT = re.compile(r"(format|tag).*reward|reward.*(format|tag)", re.IGNORECASE
 
 @finding("kl", "kl")
 def left_reference(run: AnalysedRun, kl: Series) -> Findings:
-    """Find a KL far above the healthy range. The finding starts where the KL began to leave its
-    course.
-    """
+    """Find a KL far above the healthy range. The finding starts at the step where the KL began to leave its trend."""
     far = kl[kl.values > KL_FAR]
     if not far:
         return
