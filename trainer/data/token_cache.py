@@ -251,6 +251,13 @@ def _require_usable(
         )
     listed = staging.parents[1] / f"bad_rows_{staging.name[:8]}.jsonl"
     shutil.copyfile(staging / BAD_ROWS, listed)
+    fixes = ["repair the rows"]
+    if "over-long" in summary.bad_rows_by_kind:
+        fixes.append("for over-long rows raise data.max_length or set data.truncation")
+    if not is_strict:
+        fixes.append(f"data.on_bad_row=skip accepts at most {MAX_BAD_FRACTION:.0%} of the rows")
+    elif summary.num_samples:
+        fixes.append("leave them out with data.on_bad_row=skip")
     stopped = "; reading stopped there" if is_strict and num_bad == num_rows else ""
     kinds = ", ".join(f"{count} {kind}" for kind, count in summary.bad_rows_by_kind.most_common())
     with listed.open(encoding="utf-8") as file:
@@ -259,8 +266,6 @@ def _require_usable(
         f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can): {kinds}"
         f"{stopped}",
         *(f"  {location(Path(row['file']), row['line'])}: {row['reason']}" for row in first),
-        f"Fix: repair the rows, for over-long ones raise data.max_length or set data.truncation, or "
-        f"leave out up to {MAX_BAD_FRACTION:.0%} of all rows with data.on_bad_row=skip; the bad ones "
-        f"are listed in {listed}",
+        f"Fix: {'; '.join(fixes)}; all of them are listed in {listed}",
     ]
     raise DataError("\n".join(lines))
