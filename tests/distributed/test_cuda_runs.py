@@ -10,8 +10,14 @@ import pytest
 import torch
 import whole_runs
 from checkpoint_table import CHECKPOINTS, losses, write_replica
-from family_runs import EQUAL, error_in, interrupted_run, save_tokenizer, words_of_run
-from family_runs import write_samples as write_rows
+from family_runs import (
+    EQUAL,
+    error_in,
+    interrupted_run,
+    save_tokenizer,
+    words_of_run,
+    write_samples,
+)
 from family_trials import save_model
 from transformers import AutoModelForCausalLM
 
@@ -104,7 +110,7 @@ def test_a_run_on_a_card_resumes_bit_for_bit_and_computes_what_a_cpu_does(
     tmp_path, model, setting, num_ranks
 ):
     """The CPU computes in float32; the card rounds to bfloat16."""
-    write_rows(tmp_path / "samples.jsonl")
+    write_samples(tmp_path / "samples.jsonl")
     words = SETTINGS[setting]
     found = interrupted_run(tmp_path, model, *ON_CARD, *words, num_ranks=num_ranks)
     assert found == EQUAL
@@ -117,7 +123,7 @@ def test_a_run_on_a_card_resumes_bit_for_bit_and_computes_what_a_cpu_does(
 
 @pytest.mark.parametrize("words", [(), ("model.lora_rank=8",), ("optim.name=muon",)])
 def test_float32_on_a_card_equals_float32_on_a_cpu(tmp_path, model, words):
-    write_rows(tmp_path / "samples.jsonl")
+    write_samples(tmp_path / "samples.jsonl")
     single = ("model.fsdp_config.param_dtype=float32",)
     on_card = run(tmp_path, "on_card", model, *ON_CARD, *single, *words)
     on_cpu = run(tmp_path, "on_cpu", model, *ON_CPU, *words)
@@ -126,7 +132,7 @@ def test_float32_on_a_card_equals_float32_on_a_cpu(tmp_path, model, words):
 
 
 def test_the_export_of_a_card_loads_on_the_card_with_the_weights_of_the_run(tmp_path, model):
-    write_rows(tmp_path / "samples.jsonl")
+    write_samples(tmp_path / "samples.jsonl")
     run(tmp_path, "run", model, *ON_CARD)
     checkpoint = tmp_path / "run" / "global_step_6"
     loaded = AutoModelForCausalLM.from_pretrained(
@@ -145,7 +151,7 @@ def test_the_export_of_a_card_loads_on_the_card_with_the_weights_of_the_run(tmp_
 def test_a_released_structure_trains_on_a_card_as_on_a_cpu(tmp_path, name):
     """Also in bfloat16, where the self-check compares its kernels with those of transformers."""
     write_replica(tmp_path, CHECKPOINTS[name])
-    write_rows(tmp_path / "samples.jsonl")
+    write_samples(tmp_path / "samples.jsonl")
     single = ("model.fsdp_config.param_dtype=float32",)
     on_card = run(tmp_path, "on_card", tmp_path / "model", *ON_CARD, *single)
     on_cpu = run(tmp_path, "on_cpu", tmp_path / "model", *ON_CPU)

@@ -320,4 +320,11 @@ GPU_SAFEGUARDS = (
         """        "--id=0",\n""",
         ("unit/test_meter.py::test_the_drivers_program_is_asked_about_the_rank_s_own_gpu",),
     ),
+    Mutation(
+        "GPU fine print: any varlen_attn is called",
+        "model/assemble.py",
+        "        attention.require_kernel()\n",
+        "        pass\n",
+        (f"{KERNEL}::test_a_kernel_with_another_signature_is_refused_before_anything_is_built",),
+    ),
 )

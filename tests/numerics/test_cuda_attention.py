@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,10 +22,11 @@ from ranks import run_ranks
 from test_attention import SEQLENS, bounds, dense, errors, inputs
 from torch import Tensor, nn
 from torch.nn.attention import varlen
-from toy import build
+from toy import build, write_model_config
 
+from trainer.config import ConfigError
 from trainer.data.loader import pack
-from trainer.model import attention
+from trainer.model import attention, parallelize
 from trainer.model.attention import packed_attention
 from trainer.model.pretrained import ModelSource
 
@@ -140,9 +142,30 @@ def test_every_packable_architecture_meets_the_terms_of_the_kernel(tmp_path):
         assert abs(packed - per_document) / per_document < 2e-3, name
 
 
+def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
+    tmp_path,
+):
+    source = write_model_config(tmp_path)
+
+    def of_torch_2_10(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None
+    ):  # type: ignore[no-untyped-def]
+        raise AssertionError("called")
+
+    world: Any = SimpleNamespace(device=torch.device("cuda"))
+    with (
+        patch.object(varlen, "varlen_attn", of_torch_2_10),
+        patch.object(parallelize, "parallelize", side_effect=AssertionError("built")),
+        pytest.raises(
+            ConfigError,
+            match=r"(?s)varlen_attn.*'scale'.*install torch 2.13.*model.attention=per_document",
+        ),
+    ):
+        build(world, source)
+
+
 def test_this_torch_has_the_signature():
-    names = ("scale", "window_size", "enable_gqa")
-    inspect.signature(varlen.varlen_attn).bind(*range(7), **dict.fromkeys(names))
+    attention.require_kernel()
 
 
 @pytest.mark.parametrize(

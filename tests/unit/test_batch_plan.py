@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from trainer.config import ConfigError
 from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
 from trainer.runtime.progress import Position
 
@@ -52,6 +53,14 @@ def test_a_batch_is_dealt_whole_within_the_limits_and_evenly(seed):
     by_samples = len(lengths) / limits.max_samples if limits.max_samples else 1
     least = max(1, np.ceil(max(by_tokens, by_samples) / num_ranks))
     assert len(dealt[0]) <= 2 * least + 1, "no more micro-batches than twice the least"
+
+
+def test_a_sample_longer_than_the_limit_is_refused():
+    lengths = np.array([3, 9, 4])
+    why = r"a sample of 9 tokens exceeds data\.max_token_len_per_gpu=8; raise it"
+    with pytest.raises(ConfigError, match=why):
+        RankPlan(0, 2, Limits(8, None), 0.0).deal(lengths)
+    RankPlan(0, 2, Limits(9, None), 0.0).deal(lengths)
 
 
 def test_order_depends_on_seed_and_epoch_and_the_batch_size_only_cuts_it():

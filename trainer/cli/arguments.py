@@ -43,6 +43,18 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
 
 
+class CommandParser(Parser):
+    """The parser of a subcommand. It refuses unknown arguments, which argparse would leave to the
+    parser above.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+
 def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
     """Add the arguments of a start as `words`. `ranks` says what N counts."""
     about = f"N: {ranks} (default: the number of GPUs, else 2); then any key of conf/sft.yaml"

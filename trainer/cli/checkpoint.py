@@ -19,7 +19,7 @@ from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.layout import CORRUPT_PREFIX
 from trainer.checkpoint.lock import RunLock
 from trainer.cli import listing
-from trainer.cli.arguments import Parser, as_command, at_least
+from trainer.cli.arguments import CommandParser, Parser, as_command, at_least
 from trainer.config import DTYPES
 from trainer.errors import EXIT_CRASH, EXIT_DONE, CannotWriteError
 from trainer.runtime.files import tree_bytes
@@ -51,10 +51,10 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     """Build the parser. Each command stores its function as `run`."""
     parser = Parser("checkpoint", description="List, verify, delete and export checkpoints.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     def add(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Parser:
-        command: Parser = commands.add_parser(name, help=about, description=about)
+        command: CommandParser = commands.add_parser(name, help=about, description=about)
         command.set_defaults(run=run)
         return command
 

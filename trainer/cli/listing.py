@@ -143,13 +143,11 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
         size, ranks = readable(found["size_bytes"]), found["world_size"] or "-"
         loss = "-" if found["loss"] is None else f"{found['loss']:.4f}"
         created = (found["created_utc"] or "-")[:19]
-        marks = {
-            found["reason"]: found["reason"],
-            "pointer": found["pointer"],
-            "resume takes it": found["resume"],
-        }
+        marks = [found["reason"]] if found["reason"] else []
+        marks += ["pointer"] if found["pointer"] else []
+        marks += ["resume takes it"] if found["resume"] else []
         row = f"{found['step']:9}  {found['status']:10}  {size:>9}  {ranks:>5}  {loss:>8}"
-        yield f"{row}  {created:19}  {', '.join(filter(marks.get, marks))}".rstrip()
+        yield f"{row}  {created:19}  {', '.join(marks)}".rstrip()
     if run["mirror"]:
         yield mirror_line(run["mirror"])
     for left in run["leftovers"]:

@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from trainer.config import ConfigError
 from trainer.runtime import seeding
 from trainer.runtime.progress import Position
 
@@ -252,9 +253,11 @@ class RankPlan:
         """
         max_tokens = self.limits.max_tokens or math.inf
         max_samples = self.limits.max_samples or math.inf
-        assert (lengths <= max_tokens).all(), (
-            "the configuration was checked, and long rows were cut"
-        )
+        if lengths.size and lengths.max() > max_tokens:
+            raise ConfigError(
+                f"a sample of {int(lengths.max())} tokens exceeds "
+                f"data.max_token_len_per_gpu={max_tokens}; raise it, or lower data.max_length"
+            )
         costs = lengths + self.quadratic_cost * lengths.astype(np.float64) ** 2
         for window, cost in self.window_costs.items():
             costs += cost * squared_length(lengths, window)

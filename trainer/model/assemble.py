@@ -85,6 +85,7 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
     """
     config, source = design.config, design.source
     if design.reason is None and world.device.type == "cuda":
+        attention.require_kernel()
         attention.choose_kernel()  # the self-check below tests it
     prepare(design.model, config, source, world=world, seed=seed)
     fault = _fault(design.model, config, world)

@@ -4,6 +4,7 @@ Shape suffixes: N query heads, T packed tokens, K head size; transformers passes
 heads, T, K].
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -215,6 +216,20 @@ def _widened(heads: Tensor, head_size: int) -> Tensor:
 def _kernel_head_size(query: Tensor, value: Tensor) -> int:
     """Return the smallest head size that the kernel accepts and that holds both tensors' heads."""
     return -(-max(query.shape[-1], value.shape[-1]) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
+
+
+def require_kernel() -> None:
+    """Raise `ConfigError` if torch's packed kernel does not accept the arguments of `_varlen`."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        names = ("scale", "window_size", "enable_gqa")
+        inspect.signature(varlen_attn).bind(*range(7), **dict.fromkeys(names))
+    except (ImportError, TypeError) as error:
+        raise ConfigError(
+            f"the varlen_attn of torch {torch.__version__} cannot be called as packing on CUDA "
+            f"needs it ({error}).\nFix: install torch 2.13 to 2.15, or set model.attention=per_document"
+        ) from error
 
 
 def choose_kernel() -> None:

@@ -107,7 +107,8 @@ def _forward(
     comes from the last call.
     """
     lengths = attention.running()
-    assert lengths is not None  # `run_plain` sets it
+    if lengths is None:
+        raise RuntimeError(f"{type(self).__name__} runs outside of attention.documents")
     seqlens, num_tokens = lengths.seqlens, sum(lengths.seqlens)
     kept = {name: value for name, value in kwargs.items() if name not in BOUNDS}
     leaves, tree = tree_flatten((args, kept))

@@ -298,7 +298,7 @@ def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
     there}, for names such as `model.` and `lm_head.`.
 
     Return an empty dict if `whole` is None. Raise `ConfigError` unless each beginning has exactly
-    one place.
+    one place, and each tensor the same shape there.
     """
     if whole is None:
         return {}
@@ -317,4 +317,12 @@ def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
             raise ConfigError(
                 f"{type(whole).__name__} has no one place for {name} of its {type(text).__name__}"
             )
-    return {f"{name}.": f"{place}." for name, (place,) in found.items()}
+    beginnings = {f"{name}.": f"{place}." for name, (place,) in found.items()}
+    state = whole.state_dict()
+    for name, tensor in text.state_dict().items():
+        own = state.get(placed(name, beginnings))
+        if own is None or own.shape != tensor.shape:
+            raise ConfigError(
+                f"{type(whole).__name__} has no one place for {name} of its {type(text).__name__}"
+            )
+    return beginnings

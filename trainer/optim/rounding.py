@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 CHUNK_NUMEL = 2**24
 """Number of elements updated at once. Float32 copies of a whole parameter would take the memory
@@ -63,6 +63,9 @@ def first_element(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 0
     mesh, last = tensor.device_mesh, tensor.device_mesh.ndim - 1
+    assert tensor.placements[last] == Shard(0) and all(
+        map(Placement.is_replicate, tensor.placements[:last])
+    )
     return shard_starts(tensor.shape, mesh.size(last))[mesh.get_local_rank(last)]
 
 

@@ -27,7 +27,7 @@ class Backend:
 
     close_timeout_s: ClassVar[float] = 15.0
     is_inline: ClassVar[bool] = False
-    """Whether calls run in the caller's thread. They do for the console, to keep lines in order."""
+    """True if calls run in the caller's thread, as they do for the console to keep lines in order."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules that the backend imports."""
     install: ClassVar[str] = ""

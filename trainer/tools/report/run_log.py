@@ -121,6 +121,6 @@ class RunLog:
     exit_code: int | None = None
     """Exit code of the last attempt; None while the attempt runs or if it was killed."""
     is_running: bool = False
-    """Whether a process is training in the directory now."""
+    """True if a process is training in the directory now."""
     notes: tuple[str, ...] = ()
     """Remarks by the reader, such as a warning that the format hides NaN losses."""

@@ -51,7 +51,7 @@ class Section:
     findings: Sequence[Finding] = ()
     plots: Sequence[Plot] = ()
     is_detail: bool = False
-    """Whether only the page shows the section."""
+    """True if only the page shows the section."""
 
     @property
     def has_content(self) -> bool:

@@ -101,7 +101,7 @@ class Move:
     after: float
     """The level in the stretch that is furthest from `before`."""
     is_lasting: bool
-    """Whether the stretch lasts to the end of the log."""
+    """True if the stretch lasts to the end of the log."""
 
 
 def shift(

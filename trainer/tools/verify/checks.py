@@ -141,8 +141,8 @@ def mirror(launch: Launch) -> Iterator[Checked]:
 
 def rows(launch: Launch) -> Iterator[Checked]:
     """Render and tokenize the first row of each file, and show one row."""
+    from trainer.data.chat import RowEncoder
     from trainer.data.formats import columns_of
-    from trainer.data.prepare import RowEncoder
     from trainer.data.readers import iter_rows
     from trainer.data.show import preview
     from trainer.train.start.inputs import Encoders, source_without_weights

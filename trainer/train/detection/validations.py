@@ -12,7 +12,7 @@ NOTE_RISE, NOTE_SIGMAS = 0.02, 4
 this number of standard deviations of the curve's noise.
 """
 SURE_RISE, SURE_SIGMAS = 0.10, 8
-"""The same limits for a rise that counts as overfitting without a second rise."""
+"""Limits for a rise that counts as overfitting at once, without a second rise."""
 TRAIN_FALL = 0.01
 """The share by which the training loss must have fallen since the best validation."""
 MIN_DELTA = 0.002
