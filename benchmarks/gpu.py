@@ -26,7 +26,7 @@ import torch
 from case import LR, QUICKSTART_CONFIG, SEED, Case, prepare_tokens, write_samples
 from flops import training_flops
 from make_quickstart import ENGLISH, train_tokenizer, write_tokenizer
-from measuring import REPOSITORY, header, middle, table, write_result
+from measuring import REPOSITORY, RESULTS, header, middle, table, write_result
 from speed_cpu import PEERS
 
 from trainer.runtime import seeding
@@ -63,18 +63,9 @@ LEVERS = {
 
 
 MATMUL = """
-import sys, time, torch
-device = torch.device(sys.argv[1])
-size = 8192 if device.type == "cuda" else 1024
-a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-seconds = []
-for _ in range(6):
-    started = time.perf_counter()
-    a @ a
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds.append(time.perf_counter() - started)
-print(2 * size**3 / min(seconds[1:]) / 1e12)
+import sys, torch
+from measuring import gemm_gflops
+print(gemm_gflops(torch.bfloat16, int(sys.argv[1]), device=sys.argv[2]))
 """
 WRITE_WEIGHTS = """
 import sys, torch
@@ -92,8 +83,10 @@ def matmul_tflops(device: str) -> float:
 
     It runs in a process of its own, whose CUDA context does not stay on the card.
     """
-    words = [sys.executable, "-c", MATMUL, device]
-    return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    size = "8192" if device == "cuda" else "1024"
+    words = [sys.executable, "-c", MATMUL, size, device]
+    ran = subprocess.run(words, check=True, capture_output=True, text=True, cwd=RESULTS.parent)
+    return float(ran.stdout) / 1000
 
 
 def card_facts() -> dict[str, Any]:

@@ -47,15 +47,19 @@ def run_command(
     return wall_s, usage.ru_maxrss * 1024
 
 
-def gemm_gflops(dtype: torch.dtype, size: int = 2048, repeats: int = 10) -> float:
-    """Best rate of one square matrix product on all threads: the ceiling that shares are given
-    of.
+def gemm_gflops(
+    dtype: torch.dtype, size: int = 2048, repeats: int = 10, device: str = "cpu"
+) -> float:
+    """Best rate of one square matrix product: the ceiling that shares are given of. On a CPU it
+    takes all threads.
     """
-    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     best_s = float("inf")
     for _ in range(repeats):
         started = time.perf_counter()
         a @ b
+        if a.is_cuda:
+            torch.cuda.synchronize()
         best_s = min(best_s, time.perf_counter() - started)
     return 2 * size**3 / best_s / 1e9
 
