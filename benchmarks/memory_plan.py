@@ -1,4 +1,4 @@
-"""Does a run take the memory that `python -m trainer.cli.plan` predicts?
+"""Does a run take the memory that `python -m trainer.cli plan` predicts?
 
     python benchmarks/memory_plan.py
 

@@ -40,7 +40,7 @@ CASES = {
     "a wrong key": (["trainer.launch", "2", "trainer.epochs=1"], 2),
     "a wrong path": (["trainer.launch", "2", "data.train_files=nope.jsonl"], 65),
     "a finished run": (["trainer.launch", "2", *TRAIN, "trainer.default_local_dir=finished"], 0),
-    "plan of the 7B recipe": (["trainer.cli.plan", "8", *RECIPE, "--memory-gib", "80"], 0),
+    "plan of the 7B recipe": (["trainer.cli", "plan", "8", *RECIPE, "--memory-gib", "80"], 0),
     "a run of one step, 1 rank": (
         ["trainer.launch", "1", *TRAIN, "trainer.default_local_dir=new"],
         0,

@@ -124,7 +124,7 @@ def test_a_recipe_that_does_not_train_fails_and_the_rest_waits(
 
 
 def test_a_signal_ends_the_runs_and_removes_them(recipe, temporary, tmp_path):
-    command = [sys.executable, "-m", "trainer.cli.doctor", "2", "--run", *recipe]
+    command = [sys.executable, "-m", "trainer.cli", "doctor", "2", "--run", *recipe]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment(PYTHONPATH=str(REPOSITORY), TMPDIR=str(temporary))
     )

@@ -6,7 +6,6 @@ configuration, 65 bad data, 73 cannot write, 130 interrupted.
 """
 
 import json
-import sys
 
 from trainer.cli.arguments import Parser, add_words, as_command, at_least, read_words
 from trainer.errors import EXIT_DONE
@@ -39,7 +38,3 @@ def main(argv: list[str]) -> int:
         for line in show.shown(data.train, data.tokenizer, num_each=number, seed=seed):
             print(line)
     return EXIT_DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

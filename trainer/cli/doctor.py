@@ -6,7 +6,6 @@ cannot write, 130 interrupted.
 
 import json
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,7 +97,3 @@ def _temporary_directory() -> Iterator[Path]:
         ) from error
     with place as directory:
         yield Path(directory)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,6 @@ write, 130 interrupted: the same command continues with the checkpoint that was 
 import argparse
 import math
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,7 +168,3 @@ def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
     append_result(run_dir, name=arguments.name, step=step, value=value)
     publish(run_dir, arguments.name)
     print(f"step {step}: {PREFIX}{arguments.name} {value:g}, attached")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

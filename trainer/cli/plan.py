@@ -4,7 +4,6 @@ It needs the model's config.json, but no weights, GPU or data. Exit codes: 0 fit
 wrong usage or configuration. torch is imported once the configuration is known to be valid.
 """
 
-import sys
 from argparse import Namespace
 from dataclasses import replace
 
@@ -72,7 +71,3 @@ def _parse(argv: list[str]) -> tuple[Namespace, Arguments, Config]:
     if known.memory_gib is not None and not known.memory_gib > 0:
         raise ConfigError(f"--memory-gib must be positive, got {known.memory_gib}")
     return known, *read_words(known.words)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

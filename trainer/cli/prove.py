@@ -4,7 +4,6 @@ Exit codes: 0 equal, 1 refused, 2 wrong usage or nothing to compare, 65 bad data
 130 interrupted.
 """
 
-import sys
 from pathlib import Path
 
 from trainer.cli.arguments import Parser, add_engine, as_command
@@ -52,7 +51,3 @@ def main(argv: list[str]) -> int:
         f"certificate: {path}"
     )
     return EXIT_DONE if found.is_equal else EXIT_CRASH
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,6 @@ FAIL.
 """
 
 import json
-import sys
 from pathlib import Path
 
 from trainer.cli.arguments import Parser, as_command, write_file
@@ -58,7 +57,3 @@ def _parser() -> Parser:
     about = "which absolute limits apply (default: by the metrics in the log)"
     add("--profile", choices=PROFILES, default="auto", help=about)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
