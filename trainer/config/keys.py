@@ -127,10 +127,10 @@ def parse_duration_s(text: str | None) -> float:
     """
     if text is None:
         return math.inf
-    match = re.fullmatch(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?", text.strip())
-    parts = match.groups("0d") if match else ()
+    if not re.fullmatch(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?", text.strip()):
+        return 0.0
     units_s = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-    return sum(int(part[:-1]) * units_s[part[-1]] for part in parts)
+    return sum(int(number) * units_s[unit] for number, unit in re.findall(r"(\d+)(\w)", text))
 
 
 not_negative, positive = at_least(0), within("(0, inf)")

@@ -31,25 +31,25 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
     if step > last["step"]:
         num_in_a_row = 1
     step = max(step, last["step"])
-    is_permanent = num_in_a_row >= MAX_IN_A_ROW
-    with suppress(OSError):  # the next start reports a directory that cannot be written
-        if is_permanent:
-            record.unlink()  # a person who starts the run again gets the same number of tries
-        else:
+    if num_in_a_row < MAX_IN_A_ROW:
+        with suppress(OSError):  # the next start reports a directory that cannot be written
             atomic_write(record, json.dumps({"step": step, "in_a_row": num_in_a_row}))
-    text = (
-        f"a rank was aborted before it could report an error, as when NCCL loses another "
-        f"machine or a collective times out (start {num_in_a_row} of at most {MAX_IN_A_ROW} in a "
-        f"row that train no new step)"
-    )
-    if is_permanent:
-        text = (
-            f"ERROR: {MAX_IN_A_ROW} starts in a row were aborted, and none got past step {step}. A "
-            f"lost machine is unlikely to be the cause.\nFix: read the lines of the ranks above, and "
-            f"the output of the other machines"
+        print(
+            f"a rank was aborted before it could report an error, as when NCCL loses another "
+            f"machine or a collective times out (start {num_in_a_row} of at most {MAX_IN_A_ROW} in "
+            f"a row that train no new step)",
+            file=sys.stderr,
         )
-    print(text, file=sys.stderr, flush=True)
-    return EXIT_CRASH if is_permanent else EXIT_RESUMABLE
+        return EXIT_RESUMABLE
+    with suppress(OSError):
+        record.unlink()  # a person who starts the run again gets the same number of tries
+    print(
+        f"ERROR: {MAX_IN_A_ROW} starts in a row were aborted, and none got past step {step}. A "
+        f"lost machine is unlikely to be the cause.\nFix: read the lines of the ranks above, and "
+        f"the output of the other machines",
+        file=sys.stderr,
+    )
+    return EXIT_CRASH
 
 
 def _last_step(run_dir: Path) -> int:
