@@ -76,7 +76,7 @@ def through_nothing(world: World) -> str:
 
 def test_a_connection_that_adds_nothing_up_is_refused():
     found = run_ranks(through_nothing, 2)
-    said = "a sum of 1 over 2 ranks gave 1: their connection is not sound"
+    said = "a sum of 1 over 2 ranks gave 1: their connection corrupts data"
     assert len(found) == 2 and all(text.startswith(said) for text in found)
 
 

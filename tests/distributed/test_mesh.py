@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 
 from trainer.config import ConfigError
-from trainer.runtime.distributed import World, mesh_dimensions, require_divided
+from trainer.runtime.distributed import World, mesh_dimensions, require_divisor
 
 NAMES = ("data_rank", "sequence_rank", "num_data_ranks", "num_shards", "num_replicas")
 
@@ -42,8 +42,9 @@ def test_the_number_of_replicas_asks_no_mesh():
 
 
 def test_ranks_that_do_not_make_whole_groups_are_refused():
-    require_divided(4, 2)
+    key = "model.ulysses_sequence_parallel_size"
+    require_divisor(key, 2, 4)
     with pytest.raises(
         ConfigError, match="ulysses_sequence_parallel_size=3 does not divide the 4 ranks"
     ):
-        require_divided(4, 3)
+        require_divisor(key, 3, 4)

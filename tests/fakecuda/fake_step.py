@@ -38,7 +38,7 @@ from trainer.data.batch import StepBatch
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import build_step
 from trainer.model import assemble, load, packed_lm, parallelize
-from trainer.runtime.distributed import World, make_world, mesh_dimensions
+from trainer.runtime.distributed import World, make_world
 from trainer.train.packet import BY_RANK, Packet, Totals
 from trainer.train.run import Run
 from trainer.train.step import training_step
@@ -122,8 +122,7 @@ def fake_world(case: Case) -> Iterator[World]:
     torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.num_ranks)
     try:
-        dimensions = mesh_dimensions(case.num_ranks, fsdp_size=case.fsdp_size)
-        yield make_world(device, dimensions, sequence_size=case.sequence_size)
+        yield make_world(device, fsdp_size=case.fsdp_size, sequence_size=case.sequence_size)
     finally:
         dist.destroy_process_group()
 

@@ -132,7 +132,6 @@ def start(
     Collective; each process calls it once. Raises `ConfigError`.
     """
     rank, size = rank_and_size()
-    dimensions = mesh_dimensions(size, fsdp_size=fsdp_size)
     # a single process waits for no other, and its store chooses a free port
     store = None if "RANK" in os.environ else dist.TCPStore("127.0.0.1", 0, is_master=True)
     backend, card = "gloo", None
@@ -144,7 +143,9 @@ def start(
     heartbeat.enter("meet", limit_s=timeout_s)
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size, store=store)
     _require_all(device, size, card=card, facts=facts)
-    world = make_world(device, dimensions, sequence_size=sequence_size, expert_size=expert_size)
+    world = make_world(
+        device, fsdp_size=fsdp_size, sequence_size=sequence_size, expert_size=expert_size
+    )
     groups = [*world.mesh.get_all_groups(), world.sequence_group]
     if world.expert_mesh is not None:
         groups += world.expert_mesh.get_all_groups()
@@ -158,30 +159,25 @@ def mesh_dimensions(size: int, *, fsdp_size: int) -> dict[str, int]:
     """Return {name of a mesh dimension: its size}, outermost first. Raises `ConfigError`."""
     if fsdp_size in (-1, size):
         return {"fsdp": size}
-    require_divisor("model.fsdp_config.fsdp_size", fsdp_size, size, "ranks of this run")
+    require_divisor("model.fsdp_config.fsdp_size", fsdp_size, size)
     return {"ddp": size // fsdp_size, "fsdp": fsdp_size}
 
 
-def require_divided(size: int, sequence_size: int) -> None:
-    """Raise `ConfigError` unless `sequence_size` divides the number of ranks."""
-    key = "model.ulysses_sequence_parallel_size"
-    require_divisor(key, sequence_size, size, "ranks of this run")
-
-
-def require_divisor(key: str, value: int, size: int, ranks: str) -> None:
+def require_divisor(key: str, value: int, size: int, ranks: str = "ranks of this run") -> None:
+    """Raise `ConfigError` unless the value of a key divides a number of ranks."""
     if size % value:
-        raise ConfigError(f"{key}={value} does not divide the {size} {ranks}")
+        raise ConfigError(
+            f"{key}={value} does not divide the {size} {ranks}. Fix: set it to a divisor of {size}"
+        )
 
 
 def make_world(
-    device: torch.device,
-    dimensions: dict[str, int],
-    *,
-    sequence_size: int = 1,
-    expert_size: int = 1,
+    device: torch.device, *, fsdp_size: int, sequence_size: int = 1, expert_size: int = 1
 ) -> World:
-    """Build the mesh of these dimensions over the ranks that have met. Collective."""
-    num_ranks, num_shards = dist.get_world_size(), dimensions["fsdp"]
+    """Build the mesh over the ranks that have met. Collective. Raises `ConfigError`."""
+    num_ranks = dist.get_world_size()
+    dimensions = mesh_dimensions(num_ranks, fsdp_size=fsdp_size)
+    num_shards = dimensions["fsdp"]
     expert_mesh = None
     if expert_size > 1:
         # a rank's own shards of the experts are among those it gathers
@@ -223,7 +219,7 @@ def _require_all(
     dist.all_reduce(total)
     if int(total) != size:
         raise RuntimeError(
-            f"a sum of 1 over {size} ranks gave {float(total):g}: their connection is not sound"
+            f"a sum of 1 over {size} ranks gave {float(total):g}: their connection corrupts data"
         )
 
 

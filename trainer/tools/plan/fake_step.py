@@ -29,7 +29,7 @@ from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
 from trainer.model.packed_lm import decoder_layers
 from trainer.optim import OPTIMIZERS, clip
-from trainer.runtime.distributed import World, make_world, mesh_dimensions
+from trainer.runtime.distributed import World, make_world
 from trainer.tools.plan import live_storage
 from trainer.tools.plan.fused_norm import fuse_norms
 from trainer.tools.plan.live_storage import LiveStorages, Peaks
@@ -246,11 +246,12 @@ def _edge(index: int, num_layers: int) -> int:
 def _fake_world(job: Job) -> Iterator[World]:
     """Yield rank 0 of a world whose other ranks do not exist."""
     model = job.config.model
-    dimensions = mesh_dimensions(job.num_ranks, fsdp_size=model.fsdp_config.fsdp_size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.num_ranks)
     try:
         yield make_world(
-            torch.device("cpu"), dimensions, sequence_size=model.ulysses_sequence_parallel_size
+            torch.device("cpu"),
+            fsdp_size=model.fsdp_config.fsdp_size,
+            sequence_size=model.ulysses_sequence_parallel_size,
         )
     finally:
         dist.destroy_process_group()

@@ -19,7 +19,7 @@ from trainer.model import assemble
 from trainer.model.packed_lm import decoder_layers
 from trainer.model.pretrained import ModelSource
 from trainer.model.source import find_architecture
-from trainer.runtime.distributed import compute_dtype, mesh_dimensions, require_divided
+from trainer.runtime.distributed import compute_dtype, mesh_dimensions, require_divisor
 from trainer.runtime.environment import pinned_bytes
 from trainer.tools.plan.fake_step import (
     ALL,
@@ -259,7 +259,9 @@ def _job(config: Config, num_ranks: int) -> Job:
         fsdp = replace(fsdp, param_dtype=str(dtype).removeprefix("torch."))
     config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
     source = source_of(config)
-    require_divided(num_ranks, model.ulysses_sequence_parallel_size)
+    require_divisor(
+        "model.ulysses_sequence_parallel_size", model.ulysses_sequence_parallel_size, num_ranks
+    )
     design = assemble.design_model(config.model, source, max_length=config.data.max_length)
     data = replace(config.data, max_token_len_per_gpu=config.max_micro_batch_tokens)
     num_data_ranks = num_ranks // model.ulysses_sequence_parallel_size

@@ -105,7 +105,9 @@ def _require_possible(config: Config, device: torch.device) -> None:
             "Fix: model.enable_gradient_checkpointing=true"
         )
     require_usable_rules(config.trainer.guard.rules)
-    distributed.require_divided(num_ranks, model.ulysses_sequence_parallel_size)
+    distributed.require_divisor(
+        "model.ulysses_sequence_parallel_size", model.ulysses_sequence_parallel_size, num_ranks
+    )
     mesh = distributed.mesh_dimensions(num_ranks, fsdp_size=model.fsdp_config.fsdp_size)
     distributed.require_divisor(
         "model.expert_parallel_size",
