@@ -24,4 +24,4 @@ class CannotWriteError(OSError):
 
 
 class ResumableError(RuntimeError):
-    """The run cannot go on. The same command continues from its last checkpoint. Exit code 75."""
+    """The run cannot continue. The same command continues from its last checkpoint. Exit code 75."""

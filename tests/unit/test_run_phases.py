@@ -107,7 +107,7 @@ def test_who_lost_another_machine_can_continue_with_the_same_command(
     monkeypatch.delenv(VARIABLE, raising=False)
     found, message = explain(RuntimeError(reason), StopRequest())
     assert found == code and reason in message
-    assert message.startswith("another machine of this run failed or is out of reach") is (
+    assert message.startswith("another machine of this run failed or cannot be reached") is (
         code == 75
     )
 

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -61,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     ls = add(
         "ls",
         _ls,
-        "list checkpoints and leftovers, and the checkpoint a resume takes; also during a run",
+        "list checkpoints and leftovers, and mark the checkpoint a resume would load; works during a run",
     )
     ls.add_argument(
         "directory",
@@ -88,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     prune = add(
         "prune",
         _prune,
-        "delete old checkpoints and leftovers, but never the checkpoint a resume takes, which is "
-        "verified first; refused while the run trains",
+        "delete old checkpoints and leftovers, but never the checkpoint a resume would load, which "
+        "is verified first; refused while the run trains",
     )
     prune.add_argument("run_dir", metavar="RUN_DIR", type=_path)
     prune.add_argument(
@@ -97,11 +96,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         type=at_least(1),
         required=True,
-        help="keep the newest N, and the pointer's",
+        help="keep the newest N, and the one that the pointer names",
     )
     prune.add_argument("--corrupt", action="store_true", help="also delete damaged checkpoints")
     prune.add_argument(
-        "--yes", action="store_true", help="delete; without it only list what would go"
+        "--yes",
+        action="store_true",
+        help="delete; without this option, only list what would be deleted",
     )
 
     export = add(
@@ -114,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint",
         metavar="CHECKPOINT",
         type=_path,
-        help="a global_step_<step>, or a run directory: then the one a resume takes",
+        help="a global_step_<step>, or a run directory: then the one a resume would load",
     )
     export.add_argument(
         "target", metavar="TARGET", type=_path, help="the new directory; its parent must exist"
@@ -217,7 +218,7 @@ def _prune(arguments: argparse.Namespace) -> int:
         _show(lines)
         total = readable(sum(sizes_bytes.values()))
         if not arguments.yes:
-            print(f"{total}; nothing is deleted without --yes")
+            print(f"{total} in total; add --yes to delete")
             return EXIT_DONE
         committed = [info for info in kept if info.manifest]
         for info in committed:
@@ -255,8 +256,3 @@ def _export(arguments: argparse.Namespace) -> int:
     size = readable(tree_bytes(target))
     _show([f"wrote {target}  {size}, {time.perf_counter() - started:.1f} s"])
     return EXIT_DONE
-
-
-if __name__ == "__main__":
-    set_up(sys.argv[1:])
-    sys.exit(main(sys.argv[1:]))

@@ -145,7 +145,7 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
         created = (found["created_utc"] or "-")[:19]
         marks = [found["reason"]] if found["reason"] else []
         marks += ["pointer"] if found["pointer"] else []
-        marks += ["resume takes it"] if found["resume"] else []
+        marks += ["loaded by a resume"] if found["resume"] else []
         row = f"{found['step']:9}  {found['status']:10}  {size:>9}  {ranks:>5}  {loss:>8}"
         yield f"{row}  {created:19}  {', '.join(marks)}".rstrip()
     if run["mirror"]:

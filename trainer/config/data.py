@@ -60,7 +60,7 @@ class DataConfig:
     )
     val_files: str | list[str | SourceConfig] | None = key(
         None,
-        "as train_files; null = hold out val_ratio of the training rows of each source",
+        "like train_files; null = hold out val_ratio of the training rows of each source",
         not_empty,
     )
     val_ratio: float = key(
@@ -237,5 +237,7 @@ def _name(files: str | list[str], dotted: str) -> str:
     first = files if isinstance(files, str) else files[0]
     stem = Path(first).stem.removesuffix(".jsonl")  # as in a.jsonl.gz
     if not re.fullmatch(NAME, stem):
-        raise ConfigError(f"'{dotted}' needs a `name`: its file '{first}' gives none for metrics")
+        raise ConfigError(
+            f"'{dotted}' needs a `name`: that of its file '{first}' cannot be used in metrics"
+        )
     return stem

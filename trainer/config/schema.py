@@ -93,8 +93,8 @@ class ModelConfig:
     enable_gradient_checkpointing: bool | str = key(
         False,
         "recompute activations in the backward pass: less memory, slower; selective = all but "
-        "matrix products and attention: in between; offload = as true, and the inputs of layers "
-        "wait in host memory (docs/memory.md)",
+        "matrix products and attention: in between; offload = like true, with the inputs of layers "
+        "kept in host memory (docs/memory.md)",
         one_of("true", "false", SELECTIVE, OFFLOAD),
     )
     compile: bool = key(False, "torch.compile each decoder layer")
@@ -126,8 +126,8 @@ class ModelConfig:
     use_rslora: bool = key(False, "LoRA: scale by lora_alpha / sqrt(lora_rank)")
     target_modules: str | list[str] = key(
         "all-linear",
-        "LoRA: layers that get an adapter: all-linear (all but the head, experts and routers), "
-        "endings of names as [q_proj,experts.down_proj], or a regular expression of whole names",
+        "LoRA: layers that get an adapter: all-linear (all but the head, experts and routers), name "
+        "endings such as [q_proj,experts.down_proj], or a regular expression for whole names",
         not_empty,
     )
     lora_adapter_path: str | None = key(
@@ -137,7 +137,7 @@ class ModelConfig:
     )
     freeze: list[str] = key(
         [],
-        "parameters that are not trained: regular expressions found in their names, as "
+        "parameters that are not trained: regular expressions found in their names, e.g. "
         "['embed_tokens', 'layers\\.[0-3]\\.']",
     )
     ulysses_sequence_parallel_size: int = key(
@@ -173,7 +173,7 @@ class OptimGroup:
     lr_scale: float = key(1.0, "factor for the learning rate", positive)
     weight_decay: float | None = key(
         None,
-        "replaces optim.weight_decay, also for norms and biases; null = as without the entry",
+        "replaces optim.weight_decay, also for norms and biases; null = no change",
         not_negative,
     )
 
@@ -211,7 +211,7 @@ class OptimConfig:
         [],
         "other settings for parameters by name, e.g. [{match: embed_tokens, lr_scale: 0.1, "
         "weight_decay: 0}]: a regular expression, a factor for the learning rate (default 1), a "
-        "weight decay (default: as without the entry)",
+        "weight decay (default: no change)",
     )
     clip_grad: float = key(1.0, "largest global gradient norm", positive)
     lr_scheduler: str = key(
@@ -283,8 +283,8 @@ class CheckpointConfig:
 
     save_contents: list[str] = key(
         [*ALWAYS_SAVED, "hf_model"],
-        "model, optimizer and extra always; hf_model = weights in huggingface/, of LoRA the adapter "
-        "in PEFT's layout; merged_model = the same, of LoRA the whole model with merged adapters",
+        "model, optimizer and extra always; hf_model = weights in huggingface/ (LoRA: the adapter in "
+        "PEFT's layout); merged_model = like hf_model (LoRA: the whole model with merged adapters)",
         one_of(*ALWAYS_SAVED, *EXPORTS),
     )
     export_dtype: str = key(

@@ -90,11 +90,11 @@ def run_checks(checks: Mapping[str, Check], launch: Launch) -> None:
                 print(f"WARNING: {found.what}. Fix: {found.fix}", file=sys.stderr)
 
 
-def _of_config(requirement: Callable[[Config], object]) -> Check:
+def _of_config(require: Callable[[Config], object]) -> Check:
     """Make a check from a function that raises an error for a wrong configuration."""
 
     def check(launch: Launch) -> Iterator[Checked]:
-        requirement(launch.config)
+        require(launch.config)
         return iter(())
 
     return check
@@ -108,7 +108,7 @@ def cores(launch: Launch) -> Iterator[Checked]:
     wanted = CORES_PER_GPU_RANK * launch.num_ranks
     if launch.num_gpus and num_cores < wanted:
         what = f"{num_cores} CPU cores for {launch.num_ranks} GPU ranks: training may wait for them"
-        yield Checked("warn", what, f"give them {wanted} (SLURM: --cpus-per-task={wanted})")
+        yield Checked("warn", what, f"use {wanted} cores (SLURM: --cpus-per-task={wanted})")
 
 
 def shared_memory(launch: Launch) -> Iterator[Checked]:
@@ -125,7 +125,7 @@ def limits(launch: Launch) -> Iterator[Checked]:
     locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     has_rdma = launch.num_gpus > 0 and any(RDMA_DEVICES.glob("*"))
     if has_rdma and locked_bytes != resource.RLIM_INFINITY:
-        what = f"this process may lock only {readable(locked_bytes)}, and RDMA locks its buffers"
+        what = f"this process may lock only {readable(locked_bytes)} of memory, but RDMA locks its buffers"
         yield Checked("warn", what, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
 
 
@@ -147,8 +147,8 @@ def network(launch: Launch) -> Iterator[Checked]:
     try:
         socket.getaddrinfo(master, launch.layout.master_port)
     except OSError as error:
-        what = f"MASTER_ADDR={master} is not known here: {error.strerror or error}"
-        fix = "give the first machine's name or address, unless it is still starting"
+        what = f"this machine cannot resolve MASTER_ADDR={master}: {error.strerror or error}"
+        fix = "set the name or address of the first machine, unless that machine is still starting"
         yield Checked("warn", what, fix)
         return
     if "GLOO_SOCKET_IFNAME" not in os.environ and not gloo_interface(master):
@@ -175,7 +175,7 @@ def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterato
     longest = getattr(found, "max_position_embeddings", None)
     asked = launch.config.data.max_length
     if isinstance(longest, int) and asked > longest:
-        what = f"data.max_length={asked}, but config.json has {longest} positions: engines serve no more"
+        what = f"data.max_length={asked}, but engines serve at most the {longest} positions of config.json"
         fix = f"data.max_length={longest}, or a config.json with the scaling for longer documents"
         yield Checked("warn", what, fix)
     if getattr(found, "auto_map", None):
@@ -188,9 +188,7 @@ def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterato
 
 
 OF_CONFIG: dict[str, Check] = {
-    **{name: _of_config(requirement) for name, requirement in preflight.CHECKS.items()},
-    "files": _of_config(preflight.find_files),
-    "run directory": _of_config(preflight.require_usable),
+    name: _of_config(require) for name, require in preflight.CHECKS.items()
 }
 """Every start runs these checks first, then `OF_MACHINE`."""
 OF_MACHINE: dict[str, Check] = {

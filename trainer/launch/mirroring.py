@@ -51,7 +51,7 @@ def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
             command = call(f"mirror {config.trainer.default_local_dir}")
             _say(
                 f"WARNING: {url} lacks the last checkpoints.\n"
-                f"Fix: {command} uploads them, as does a start that trains on"
+                f"Fix: run `{command}`, or continue the run"
             )
     finally:
         uploads.kill()
@@ -136,7 +136,7 @@ class _Uploads:
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         url, started = self._config.trainer.checkpoint.mirror, time.monotonic()
-        print(f"waiting for {url}; a signal leaves at once", flush=True)
+        print(f"mirror: waiting for uploads to {url}; a stop signal ends the wait", flush=True)
         while self._process.poll() is None:
             waited_s = time.monotonic() - started
             if waited_s > SAVE_TIMEOUT_S or (_is_signalled() and waited_s > REPEAT_S):
@@ -167,8 +167,8 @@ def _await_first_machine(config: Config, layout: NodeLayout) -> int | None:
             seen_at = time.monotonic()
         elif time.monotonic() - seen_at > timeout_s:
             _say(
-                f"ERROR: for {timeout_s} s nobody listened at {layout.master_addr}:"
-                f"{layout.master_port}, and nothing arrived from "
+                f"ERROR: within {timeout_s} s, the first machine did not listen at "
+                f"{layout.master_addr}:{layout.master_port}, and nothing arrived from "
                 f"{config.trainer.checkpoint.mirror}.\nFix: start the same command on each machine"
             )
             return EXIT_RESUMABLE

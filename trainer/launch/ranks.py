@@ -84,7 +84,7 @@ def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
     """
     if asked is not None and 0 < num_gpus < asked:
         raise ConfigError(
-            f"{asked} ranks asked for, but this machine has {num_gpus} GPUs. "
+            f"cannot start {asked} ranks: this machine has {num_gpus} GPUs. "
             f"Fix: start at most {num_gpus} ranks, or set trainer.device=cpu"
         )
     return asked or num_gpus or DEFAULT_NUM_CPU_RANKS
@@ -127,9 +127,13 @@ def node_layout(env: Mapping[str, str]) -> NodeLayout:
         return NodeLayout()
     node_rank = _whole(env, rank)
     if node_rank >= num_nodes:
-        raise ConfigError(f"{rank}={node_rank}, but {size}={num_nodes}: machines count from 0")
+        raise ConfigError(
+            f"{rank}={node_rank} must be less than {size}={num_nodes}: machines count from 0"
+        )
     if is_slurm and env.get("SLURM_LOCALID", "0") != "0":
-        raise ConfigError("SLURM started several tasks on this node: use srun --ntasks-per-node=1")
+        raise ConfigError(
+            "SLURM started several tasks on this node. Fix: use srun --ntasks-per-node=1"
+        )
     port = DEFAULT_MASTER_PORT
     if "MASTER_PORT" in env:
         port = _whole(env, "MASTER_PORT", minimum=1)

@@ -48,12 +48,12 @@ def explain(error: Exception, stop: StopRequest) -> tuple[int, str]:
     if _PROCESS_LOST.search(str(error)):
         return code, f"{error}. Fix: continue with the same command"
     if lost := lost_ranks():  # torchrun stops the other ranks, and the agent prints the cause
-        message = "of this machine is gone, and the others cannot go on without it"
+        message = "of this machine has ended, and the others cannot continue without it"
         return code if is_resumable else LOST_RANK, f"rank {lost[0]} {message}: {error}"
     if stop.is_set:
         return code, f"stopped by {stop.reason} before the next step boundary: {error}"
     has_other_machines = ranks_on_machine() < rank_and_size()[1]
     if has_other_machines and _CONNECTION_LOST.search(repr(error)):
-        message = "another machine of this run failed or is out of reach (see its own output)"
+        message = "another machine of this run failed or cannot be reached (see its output)"
         return EXIT_RESUMABLE, f"{message}: {error}"
     return code, "".join(traceback.format_exception(error))

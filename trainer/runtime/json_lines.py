@@ -200,7 +200,9 @@ class AppendFile:
         except OSError as error:
             if not self._is_failing:
                 logger.warning(
-                    "cannot write %s: %s; training goes on, rows wait in memory", self._path, error
+                    "cannot write %s: %s; training continues, and rows wait in memory",
+                    self._path,
+                    error,
                 )
             self._is_failing = True
             while sum(map(len, self._waiting)) > MAX_WAITING_BYTES:

@@ -45,10 +45,7 @@ class SafeStream:
             os.dup2(null.fileno(), self._stream.fileno())
         self._stream.flush()  # drops the buffered text
         if self._says_so:
-            say(
-                f"stdout can no longer be written ({error.strerror}): nothing is shown there "
-                f"from now on\n"
-            )
+            say(f"stdout can no longer be written ({error.strerror}): its output is discarded\n")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -168,6 +168,6 @@ class RateState:
         changes = [key for key in now if state_dict[key] != now[key]]
         if changes:
             logger.warning(
-                "the learning rate follows another schedule from here on: %s",
+                "the learning-rate schedule has changed: %s",
                 ", ".join(f"{key}: {state_dict[key]} -> {now[key]}" for key in changes),
             )

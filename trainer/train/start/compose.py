@@ -106,7 +106,7 @@ def _parse_override(word: str) -> dict[str, Any]:
     written = word.encode(errors="backslashreplace").decode()
     if written != word:  # Python reads bytes that are not UTF-8 as lone surrogates
         raise ConfigError(
-            f"'{written}' is not valid UTF-8, and torch and safetensors accept no such path. "
+            f"'{written}' is not valid UTF-8, but torch and safetensors need valid UTF-8. "
             f"Fix: rename the directory or file, or choose another one"
         )
     if "=" not in word or word.startswith(("-", "~")):
@@ -114,15 +114,15 @@ def _parse_override(word: str) -> dict[str, Any]:
     try:
         (override,) = OverridesParser.create().parse_overrides([word.lstrip("+")])
     except OverrideParseException as error:
-        raise ConfigError(f"cannot read '{word}': quote its value, key='\"value\"'") from error
+        raise ConfigError(f"cannot read '{word}'. Fix: quote its value, key='\"value\"'") from error
     except HydraException as error:
         raise ConfigError(f"{word}: {str(error).splitlines()[0]}") from error
     key = override.key_or_group
     if override.is_sweep_override():
         raise ConfigError(
-            f"'{word}' has several values, and a run takes one: start a run for each, with "
-            f"different values of trainer.experiment_name.\nFix: write a list as {key}=[A,B], a "
-            f"text with a comma as {key}='\"A,B\"'"
+            f"'{word}' has several values, but a run needs one.\nFix: write a list as "
+            f"{key}=[A,B] and a text with a comma as {key}='\"A,B\"', or start one run for each "
+            f"value, with different values of trainer.experiment_name"
         )
     value: Any = override.value()
     for name in reversed(key.split(".")):
@@ -151,7 +151,7 @@ def find_recipe(name: str) -> Path | None:
         if path.is_file():
             return path
         raise ConfigError(
-            f"experiment={name}: there is no such file (current directory: {Path.cwd()})"
+            f"experiment={name}: this file does not exist (current directory: {Path.cwd()})"
         )
     places = Path("conf", "experiment"), CONF_DIR / "experiment"
     for place in places:
@@ -180,7 +180,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     if not isinstance(tree, DictConfig):
-        raise ConfigError(f"recipe {path} contains no keys: see those in conf/experiment")
+        raise ConfigError(f"recipe {path} contains no keys; conf/experiment has examples")
     values: Any = OmegaConf.to_container(tree)
     return values
 
@@ -202,7 +202,7 @@ def _require_harmless(text: str) -> None:
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError(
-                f"{place}: '*{event.anchor}' is a YAML alias, and recipes may not have any.\n"
+                f"{place}: '*{event.anchor}' is a YAML alias, but recipes cannot contain aliases.\n"
                 f"Fix: write the value out, or refer to its key as ${{group.key}}"
             )
         if depth > MAX_RECIPE_DEPTH:
@@ -210,7 +210,7 @@ def _require_harmless(text: str) -> None:
         is_text = isinstance(event, yaml.ScalarEvent)
         if is_text and "${" in re.sub(r"\$\{[\w.]+\}", "", event.value):
             raise ConfigError(
-                f"{place}: {event.value!r:.200} is not a reference to a key (${{group.key}}); values "
-                f"of the environment would be logged.\nFix: remove it from the recipe; to use it, pass "
-                f"the key on the command line"
+                f"{place}: {event.value!r:.200} is not a reference to a key (${{group.key}}). A run "
+                f"would log values of the environment.\nFix: remove it from the recipe, and pass the "
+                f"key on the command line"
             )

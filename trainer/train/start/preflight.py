@@ -127,8 +127,12 @@ CHECKS: dict[str, Callable[[Config], object]] = {
         config.model.partial_pretrain, random_weights=config.model.random_weights
     ),
     "mirror": _require_mirror,
+    "files": find_files,
+    "run directory": require_usable,
 }
-"""Checks that need only the configuration. Each one raises `ConfigError` if it fails."""
+"""Checks of the configuration and of the paths that it names. Each one raises an error that has an
+exit code.
+"""
 
 
 def already_complete(config: Config) -> str | None:
