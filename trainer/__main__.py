@@ -42,6 +42,7 @@ def _run(config: Config) -> int:
     )
     from trainer.runtime.exit_codes import explain
     from trainer.runtime.heartbeat import Heartbeat
+    from trainer.runtime.status import launcher_status
 
     grow_cuda_segments()
     let_waiting_threads_sleep()
@@ -53,7 +54,7 @@ def _run(config: Config) -> int:
     heartbeat = Heartbeat()
     heartbeat.enter("start", limit_s=config.trainer.dist_timeout_s)
     try:
-        if config.trainer.checkpoint.mirror is not None and not signals.has_launcher():
+        if config.trainer.checkpoint.mirror is not None and launcher_status() is None:
             raise ConfigError(
                 f"trainer.checkpoint.mirror needs the launcher. Fix: start with "
                 f"{call('train 1 …')}, or set it to null"

@@ -76,7 +76,7 @@ def test_a_run_is_judged_by_the_profile_it_is_given(call, given):
         ("", 2, "required: PATH"),
         ("ours --profile x", 2, "invalid choice: 'x'"),
         ("ours elsewhere", 4, "cannot read elsewhere as a training log"),
-        ("ours --html no/a.html", 73, "choose another place"),
+        ("ours --html no/a.html", 73, "choose a different path"),
     ],
 )
 def test_errors_have_their_exit_code_and_name_the_cause(call, words, code, message):

@@ -40,7 +40,7 @@ def test_each_pod_starts_with_its_place_and_only_resumable_ends_restart_the_job(
     )
     found, *arguments = done.stdout.splitlines()
     assert found == "2 1 node-0-0.sft"
-    parsed = parse_arguments(arguments)
-    assert parsed.num_ranks == runtime["spec"]["mlPolicy"]["torch"]["numProcPerNode"]
-    config = load_config(parsed.overrides)
+    num_ranks, overrides = parse_arguments(arguments)
+    assert num_ranks == runtime["spec"]["mlPolicy"]["torch"]["numProcPerNode"]
+    config = load_config(overrides)
     assert config.trainer.default_local_dir.startswith("/shared/")

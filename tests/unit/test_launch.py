@@ -38,7 +38,7 @@ NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
         ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "9"}, NodeLayout(2, 1, "head", 9)),
         ({**SLURM, **NODES}, NodeLayout(2, 1, "10.0.0.1", 29500)),
         ({**NODES, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-        ({**NODES, "NODE_RANK": "2"}, "NODE_RANK=2, but NNODES=2"),
+        ({**NODES, "NODE_RANK": "2"}, "NODE_RANK=2 must be less than NNODES=2"),
         ({**NODES, "NODE_RANK": "first"}, "NODE_RANK must be a whole number"),
         ({**SLURM, "SLURM_LOCALID": "1"}, "ntasks-per-node=1"),
     ],

@@ -84,7 +84,7 @@ def test_a_rank_that_lost_another_says_so_first(
         write_beat(status.open_rank(rank), Beat(pid, 1.0, 900.0, "train"))
     monkeypatch.setattr(logging.getLogger("trainer"), "propagate", True)
     assert rank_runs(lose_a_rank) == (75 if is_signalled else LOST_RANK)
-    assert "rank 1 of this machine is gone" in caplog.text
+    assert "rank 1 of this machine has ended" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from trainer.runtime.files import atomic_write
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.launch.ranks import Arguments
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 ENGINES = ("transformers", "vllm")
@@ -69,13 +68,15 @@ def add_engine(parser: Parser) -> None:
     parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help=about)
 
 
-def read_words(words: list[str]) -> tuple["Arguments", "Config"]:
-    """Parse the words that `add_words` collected. Raises `ConfigError`."""
+def read_words(words: list[str]) -> tuple[int | None, list[str], "Config"]:
+    """Return the number of ranks, if given, the overrides, and their configuration, from the words
+    that `add_words` collected. Raises `ConfigError`.
+    """
     from trainer.launch.ranks import parse_arguments
     from trainer.train.start.compose import load_config
 
-    asked = parse_arguments(words)
-    return asked, load_config(asked.overrides)
+    num_ranks, overrides = parse_arguments(words)
+    return num_ranks, overrides, load_config(overrides)
 
 
 Main = Callable[[list[str]], int]
@@ -129,6 +130,6 @@ def write_file(path: Path, text: str) -> None:
         atomic_write(path, text)
     except OSError as error:
         raise CannotWriteError(
-            f"cannot write {path}: {error}. Fix: choose another place"
+            f"cannot write {path}: {error}. Fix: choose a different path"
         ) from error
     print(f"wrote {path}")

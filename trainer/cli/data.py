@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     about = "preview: of each kind: longest, least supervised, random (default: %(default)s)"
     parser.add_argument("--samples", metavar="N", type=at_least(0), default=3, help=about)
     arguments = parser.parse_intermixed_args(argv)
-    _, config = read_words(arguments.words)
+    _, _, config = read_words(arguments.words)
 
     from trainer.data import show
     from trainer.train.start.inputs import prepare_data_alone

@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print all findings as JSON at the end")
     options = parser.parse_intermixed_args(argv)
-    asked, config = read_words(options.words)
-    launch = launch_of(config, asked.num_ranks)
+    num_ranks, overrides, config = read_words(options.words)
+    launch = launch_of(config, num_ranks)
     if options.run and launch.layout.num_nodes > 1:
         raise ConfigError(
             "doctor --run works on one machine.\n"
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         needs = {**NEEDS, "training": set(all_checks)}
         with _temporary_directory() as directory:
             runs = Runs(
-                asked.overrides,
+                overrides,
                 launch.num_ranks,
                 directory,
                 is_on_gpu=launch.num_gpus > 0,

@@ -8,9 +8,9 @@ from argparse import Namespace
 from dataclasses import replace
 
 from trainer.cli.arguments import Parser, add_words, as_command, read_words
-from trainer.config import AUTO, Config, ConfigError
+from trainer.config import AUTO, ConfigError
 from trainer.launch.checks import Launch, architecture
-from trainer.launch.ranks import Arguments, choose_num_ranks, gpus_for_run
+from trainer.launch.ranks import choose_num_ranks, gpus_for_run
 from trainer.model.source import find_architecture
 from trainer.runtime.environment import uncollected
 
@@ -19,10 +19,11 @@ EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
 
 @as_command()
 def main(argv: list[str]) -> int:
-    options, asked, config = _parse(argv)
+    options = _parse(argv)
+    asked, _, config = read_words(options.words)
     find_architecture(config.model.partial_pretrain)
     num_gpus = 0 if config.trainer.device == "cpu" else gpus_for_run(AUTO)
-    num_ranks = asked.num_ranks or choose_num_ranks(None, num_gpus=num_gpus)
+    num_ranks = asked or choose_num_ranks(None, num_gpus=num_gpus)
     with uncollected():
         from trainer.tools.plan.advice import smallest_change
         from trainer.tools.plan.checks import check_disk, check_memory
@@ -52,8 +53,8 @@ def main(argv: list[str]) -> int:
     return EXIT_DOES_NOT_FIT if found.level == "fail" else EXIT_FITS
 
 
-def _parse(argv: list[str]) -> tuple[Namespace, Arguments, Config]:
-    """Return the options, the run to plan, and its configuration. Raises `ConfigError`."""
+def _parse(argv: list[str]) -> Namespace:
+    """Return the options. Raises `ConfigError`."""
     parser = Parser(
         "plan",
         usage="%(prog)s [N] [key=value ...] [--memory-gib X]",
@@ -70,4 +71,4 @@ def _parse(argv: list[str]) -> tuple[Namespace, Arguments, Config]:
     known = parser.parse_intermixed_args(argv)
     if known.memory_gib is not None and not known.memory_gib > 0:
         raise ConfigError(f"--memory-gib must be positive, got {known.memory_gib}")
-    return known, *read_words(known.words)
+    return known

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import Field, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 Check = Callable[[Any], str]
 """A function that takes a value of the key's type, never null. It returns a problem that can follow
@@ -58,6 +58,11 @@ def group(cls: type) -> Any:
     return field(default_factory=cls, metadata={"meaning": cls.__doc__, "checks": ()})
 
 
+def is_group(kind: Any) -> TypeGuard[type]:
+    """Return True for the type of a field that is a group of keys."""
+    return isinstance(kind, type) and is_dataclass(kind)
+
+
 def declared(cls: type) -> dict[str, "Field[Any]"]:
     """Return the fields of a group that are keys or groups, by the user's name."""
     return {
@@ -72,7 +77,7 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, "Field[Any]"]:
     found: dict[str, Field[Any]] = {}
     for name, own in declared(cls).items():
         dotted = f"{prefix}{name}"
-        if isinstance(own.type, type) and is_dataclass(own.type):
+        if is_group(own.type):
             found |= keys_of(own.type, f"{dotted}.")
         else:
             found[dotted] = own

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.data import QUICKSTART, column_problem, sources_of
-from trainer.config.keys import ConfigError, declared, keys_of, one_of
+from trainer.config.keys import ConfigError, declared, is_group, keys_of, one_of
 from trainer.config.schema import ALWAYS_SAVED, Config
 
 Implementations = Mapping[str, Mapping[str, object]]
@@ -38,7 +38,7 @@ def _schema(cls: type) -> type:
     members: list[Any] = []
     for own in declared(cls).values():
         kind, default = own.type, own.default
-        if isinstance(kind, type) and is_dataclass(kind):
+        if is_group(kind):
             kind = _schema(kind)
             default = field(default_factory=kind)
         elif own.default_factory is not MISSING:
@@ -65,7 +65,7 @@ def assign(
         own, dotted = keys.get(name), f"{prefix}{name}"
         if own is None:
             problems.append(unknown_key(dotted, [f"{prefix}{key}" for key in keys]))
-        elif isinstance(own.type, type) and is_dataclass(own.type):
+        elif is_group(own.type):
             if isinstance(value, Mapping):
                 problems += assign(tree[own.name], value, own.type, f"{dotted}.")
             else:
@@ -91,12 +91,11 @@ def unknown_key(dotted: str, siblings: list[str]) -> str:
     """Return the message for an unknown key. It suggests the key whose last part is nearest, from
     the same group if possible.
     """
-    known = [*siblings, *keys_of(Config)]
-    leaves = [name.rpartition(".")[2] for name in known]
-    near = difflib.get_close_matches(dotted.rpartition(".")[2], leaves, n=1, cutoff=0.7)
+    known = {name.rpartition(".")[2]: name for name in [*keys_of(Config), *siblings]}
+    near = difflib.get_close_matches(dotted.rpartition(".")[2], known, n=1, cutoff=0.7)
     hint = "no key has a similar name; `train --help` lists all, docs/coming_from.md those of other trainers"
     if near:
-        hint = f"did you mean '{known[leaves.index(near[0])]}'?"
+        hint = f"did you mean '{known[near[0]]}'?"
     return f"unknown configuration key '{dotted}': {hint}"
 
 
@@ -126,7 +125,7 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str
     arguments = {}
     for name, own in declared(cls).items():
         value, dotted = values[own.name], f"{prefix}{name}"
-        if isinstance(own.type, type) and is_dataclass(own.type):
+        if is_group(own.type):
             value = _build(own.type, value, f"{dotted}.", problems)
         elif _has_entries(own):
             value = _with_entries(value, own, dotted, problems)
@@ -182,8 +181,8 @@ def contradictions(config: Config) -> Iterator[str]:
         yield (
             f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}) times "
             f"'model.ulysses_sequence_parallel_size' ({model.ulysses_sequence_parallel_size}) is "
-            f"below 'data.max_length' ({data.max_length}), so that the longest sample does not fit: "
-            f"raise the first or lower the last"
+            f"below 'data.max_length' ({data.max_length}): the longest sample does not fit. Fix: "
+            f"raise data.max_token_len_per_gpu or lower data.max_length"
         )
     if problem := column_problem(data, "data."):
         yield problem
@@ -201,12 +200,12 @@ def contradictions(config: Config) -> Iterator[str]:
     )
     for name, other, are_both_set in excluding:
         if are_both_set:
-            yield f"'{name}' does not work with {other}: remove one of the two"
+            yield f"'{name}' does not work with {other}. Fix: remove one of them"
     if model.has_adapters and (model.random_weights or model.partial_pretrain == QUICKSTART):
         yield (
             "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, because "
-            "its checkpoints do not contain them: name a model in 'model.partial_pretrain', without "
-            "'model.random_weights'"
+            "its checkpoints do not contain them. Fix: set model.partial_pretrain to a model, and "
+            "model.random_weights=false"
         )
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         yield "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither"

@@ -64,17 +64,18 @@ def _launch(argv: list[str]) -> int:
     from trainer.__main__ import main as run_here
     from trainer.train.start.compose import load_config
 
-    arguments = parse_arguments(argv)
-    if {"--help", "-h", "--cfg"} & set(arguments.overrides):
-        return run_here(arguments.overrides)
-    config = load_config(arguments.overrides)
+    asked, overrides = parse_arguments(argv)
+    if {"--help", "-h", "--cfg"} & set(overrides):
+        return run_here(overrides)
+    config = load_config(overrides)
     from trainer.launch import checks
-    from trainer.train.start.preflight import already_complete
+    from trainer.train.start.preflight import CHECKS, already_complete
 
-    checks.run_checks(checks.OF_CONFIG, checks.Launch(config, arguments.num_ranks or 1))
+    for require in CHECKS.values():
+        require(config)
     layout = node_layout(os.environ)
     num_gpus = gpus_for_run(config.trainer.device)
-    num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=num_gpus)
+    num_ranks = choose_num_ranks(asked, num_gpus=num_gpus)
     if layout.num_nodes == 1 and (message := already_complete(config)):
         print(message)
         return EXIT_DONE
@@ -82,7 +83,7 @@ def _launch(argv: list[str]) -> int:
         if code is None:
             launch = checks.Launch(config, num_ranks, num_gpus, layout)
             checks.run_checks(checks.OF_MACHINE, launch)
-            code = _train(launch, arguments.overrides)
+            code = _train(launch, overrides)
     if code == EXIT_RESUMABLE:
         # with several machines, only the first may see the run directory
         is_saved = layout.num_nodes > 1 or Path(config.trainer.default_local_dir, POINTER).exists()

@@ -53,8 +53,9 @@ def run_agent(argv: list[str]) -> int:
         if is_port_taken:
             reason = f"MASTER_PORT={arguments.master_port} is already in use on the first machine"
         print(
-            f"ERROR: the machines did not meet: {reason}. Fix: start the same command on each, with "
-            f"the same NNODES and MASTER_ADDR, and a MASTER_PORT that is free on the first",
+            f"ERROR: the machines did not meet: {reason}. Fix: start the same command on each "
+            f"machine, with the same NNODES and MASTER_ADDR, and a MASTER_PORT that is free on the "
+            f"first machine",
             file=sys.stderr,
         )
     return EXIT_DONE

@@ -190,7 +190,7 @@ def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterato
 OF_CONFIG: dict[str, Check] = {
     name: _of_config(require) for name, require in preflight.CHECKS.items()
 }
-"""Every start runs these checks first, then `OF_MACHINE`."""
+"""The checks that every start runs first, then `OF_MACHINE`."""
 OF_MACHINE: dict[str, Check] = {
     "cores": cores,
     "/dev/shm": shared_memory,

@@ -44,12 +44,6 @@ ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 @dataclass(frozen=True)
-class Arguments:
-    num_ranks: int | None
-    overrides: list[str]
-
-
-@dataclass(frozen=True)
 class NodeLayout:
     """The place of this machine among several. A single machine needs no address."""
 
@@ -59,9 +53,9 @@ class NodeLayout:
     master_port: int = 0
 
 
-def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Split a command line into the number of ranks, if given, and the overrides. Overrides that
-    name no recipe get the default one.
+def parse_arguments(argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Split a command line. Return the number of ranks, if given, and the overrides, with the
+    default recipe if they name none.
 
     Raises `ConfigError`.
     """
@@ -74,7 +68,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         raise ConfigError(
             f"'{overrides[0]}' is neither a number of ranks nor of the form key=value{SEE_HELP}"
         )
-    return Arguments(num_ranks, with_recipe(overrides))
+    return num_ranks, with_recipe(overrides)
 
 
 def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:

@@ -42,7 +42,7 @@ class Heartbeat:
         self._file = None if status is None else status.open_rank(local_rank())
         self._report: Path | None = None
         self._next_report_s = 0.0
-        self.enter("start", limit_s=None)
+        self.enter("start", limit_s=math.inf)
 
     def report_to(self, run_dir: Path) -> None:
         """Begin to write step, phase and time to `heartbeat/rank_<rank>.json` in `run_dir` every 30
@@ -51,15 +51,15 @@ class Heartbeat:
         self._report = run_dir / REPORT_DIRECTORY / f"rank_{rank_and_size()[0]}.json"
         self.beat()
 
-    def enter(self, phase: str, *, limit_s: float | None) -> None:
-        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs; None:
-        the rank is not watched.
+    def enter(self, phase: str, *, limit_s: float) -> None:
+        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs.
+        Infinity: the rank is not watched.
 
         All ranks enter a phase together, even if only one works in it: ranks that wait for it are
         silent too.
         """
         self._phase_name = phase
-        self._limit_s = math.inf if limit_s is None else limit_s
+        self._limit_s = limit_s
         self.beat()
 
     def beat(self) -> None:

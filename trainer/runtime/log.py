@@ -5,6 +5,7 @@ stderr.
 import contextlib
 import io
 import logging
+import math
 import os
 import sys
 import time
@@ -98,17 +99,14 @@ class ProgressLines:
 
     def __init__(self, label: str, beginning: str) -> None:
         self._label = label
-        self._shown_s = time.monotonic()
-        self._print(beginning)
+        self._shown_s = -math.inf
+        self.tell(beginning)
 
     def tell(self, text: str) -> None:
         """Print a line if the last one is old enough."""
         if time.monotonic() - self._shown_s > PROGRESS_INTERVAL_S:
             self._shown_s = time.monotonic()
-            self._print(text)
-
-    def _print(self, text: str) -> None:
-        print(labelled(self._label, text), file=sys.stderr, flush=True)
+            print(labelled(self._label, text), file=sys.stderr, flush=True)
 
 
 class _StdoutHandler(logging.StreamHandler):

@@ -120,10 +120,6 @@ def _leave_unsaved(number: int) -> NoReturn:
     os._exit(EXIT_RESUMABLE)
 
 
-def has_launcher() -> bool:
-    return launcher_status() is not None
-
-
 def join_launcher() -> None:
     """Die with the parent process, so that no rank outlives its job.
 
@@ -174,5 +170,5 @@ def leave(code: int) -> None:
     sys.stderr.flush()
     # else the interpreter spends a second on freeing objects one by one
     gc.freeze()
-    is_orderly = code in (EXIT_DONE, EXIT_RESUMABLE) and has_launcher()
+    is_orderly = code in (EXIT_DONE, EXIT_RESUMABLE) and launcher_status() is not None
     sys.exit(EXIT_DONE if is_orderly else code)

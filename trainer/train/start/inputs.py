@@ -163,7 +163,7 @@ class Encoders:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(
                 f"the tokenizer in {model.path} cannot be loaded: {reason}.\n"
-                f"Fix: copy a complete one there"
+                f"Fix: copy a complete tokenizer to that directory"
             ) from error
         # Computing the digest of a large vocabulary takes half a second.
         self.tokenizer = cache(self._tokenizer)
@@ -206,7 +206,10 @@ def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
             f"Fix: add them with 'model.new_tokens=[{listed}]'"
         )
     if not tokenizer.eos_token:
-        raise ConfigError(f"data.chat_template={name} needs a tokenizer with an eos_token")
+        raise ConfigError(
+            f"data.chat_template={name} needs a tokenizer with an eos_token, but this one has none.\n"
+            f"Fix: set eos_token in its tokenizer_config.json"
+        )
 
 
 def _prepare(

@@ -12,9 +12,9 @@ def main() -> int:
     places = spec.submodule_search_locations if spec else None
     if not any(Path(place, "cli", "__main__.py").is_file() for place in places or ()):
         found = "no package" if spec is None else spec.origin or places
-        fix = "take its directory out of PYTHONPATH, or uninstall it"
+        fix = "remove its directory from PYTHONPATH, or uninstall it"
         print(
-            f"ERROR: Python finds {found} as 'trainer' in front of that of fsdp-sft: {fix}",
+            f"ERROR: Python imports {found} as 'trainer' instead of fsdp-sft's package. Fix: {fix}",
             file=sys.stderr,
         )
         return 2
