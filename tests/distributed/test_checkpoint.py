@@ -5,6 +5,7 @@ the right directory.
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.errors import CannotWriteError
 from trainer.optim.schedule import LrSchedule
+from trainer.train.run import RateState
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +113,12 @@ def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path):
 
 def test_a_changed_schedule_is_named(caplog):
     schedule = LrSchedule.from_config(optim_config(), peak_lr=2e-5, total_steps=20)
-    saved = schedule.state_dict()
-    schedule.load_state_dict(saved)
+    part = RateState(schedule, SimpleNamespace(step=12))
+    saved = part.state_dict()
+    assert saved["last_epoch"] == 12
+    part.load_state_dict(saved | {"last_epoch": 3})
     assert caplog.text == ""
-    schedule.load_state_dict(saved | {"peak_lr": 1e-5, "total_steps": 12})
+    part.load_state_dict(saved | {"peak_lr": 1e-5, "total_steps": 12})
     assert "peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20" in caplog.text
 
 

@@ -161,11 +161,8 @@ def _ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"runs": runs}, indent=1))
         return EXIT_DONE
-    blocks = ("\n".join(map(listing.printable, listing.as_lines(run))) for run in runs)
-    if runs:
-        print("\n\n".join(blocks))
-    else:
-        print(f"no run below '{root}' yet")
+    blocks = ["\n".join(map(listing.printable, listing.as_lines(run))) for run in runs]
+    print("\n\n".join(blocks) or f"no run below '{root}' yet")
     return EXIT_DONE
 
 
@@ -204,9 +201,12 @@ def _prune(arguments: argparse.Namespace) -> int:
         protect = {chosen.step} if chosen else set()
         old = retention.checkpoints_to_delete(run_dir, keep=arguments.keep, protect=protect)
         kept = [info for info in layout.checkpoints(run_dir) if info.path not in old]
-        names = fsio.list_dir(run_dir)
-        corrupt = [name for name in names if name.startswith(CORRUPT_PREFIX) and arguments.corrupt]
-        to_delete = [*old, *(run_dir / name for name in layout.leftovers(run_dir) + corrupt)]
+        leftovers = layout.leftovers(run_dir)
+        if arguments.corrupt:
+            leftovers += [
+                name for name in fsio.list_dir(run_dir) if name.startswith(CORRUPT_PREFIX)
+            ]
+        to_delete = [*old, *(run_dir / name for name in leftovers)]
         sizes_bytes = {path: tree_bytes(path) for path in to_delete}
         names = [
             info.path.name if info.manifest else f"{info.path.name} (incomplete)" for info in kept

@@ -3,9 +3,8 @@
 This imports no torch, so a mistyped schedule name fails at once.
 """
 
-import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from trainer.config import OptimConfig
-
-logger = logging.getLogger(__name__)
 
 Decay = Callable[[float], float]
 STABLE_RATIO = 0.9
@@ -91,13 +88,3 @@ class LrSchedule:
         compares these fields with the saved ones.
         """
         return asdict(self)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Warn if the saved schedule differs from this one, which stays unchanged."""
-        now = self.state_dict()
-        changes = [key for key in now if state_dict[key] != now[key]]
-        if changes:
-            logger.warning(
-                "the learning-rate schedule has changed: %s",
-                ", ".join(f"{key}: {state_dict[key]} -> {now[key]}" for key in changes),
-            )

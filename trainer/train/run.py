@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -107,7 +108,7 @@ class Run:
             "model": ModelShards(self.model),
             "optimizer": OptimizerShards(self.model, self.optimizer),
             "data": self.batches,
-            "lr_scheduler": self.lr_schedule,
+            "lr_scheduler": RateState(self.lr_schedule, self.batches),
             "rng": seeding.GeneratorState(self.world.device),
             "buffers": WeightBuffers(self.model),
             "loop": self.loop,
@@ -147,3 +148,26 @@ PARTS: dict[str, Callable[[Run], Part]] = {
 act. The meter comes last, because it ends the timing of the step. Add your own part before the run
 is built, on every rank.
 """
+
+
+class RateState:
+    """The saved learning-rate schedule.
+
+    A run always computes the rate from its step and configuration. A resume only warns if the
+    schedule has changed.
+    """
+
+    def __init__(self, schedule: LrSchedule, batches: TrainLoader) -> None:
+        self._schedule, self._batches = schedule, batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._schedule.state_dict(), "last_epoch": self._batches.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        now = self._schedule.state_dict()
+        changes = [key for key in now if state_dict[key] != now[key]]
+        if changes:
+            logger.warning(
+                "the learning-rate schedule has changed: %s",
+                ", ".join(f"{key}: {state_dict[key]} -> {now[key]}" for key in changes),
+            )

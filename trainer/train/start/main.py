@@ -6,7 +6,7 @@ This is the only file that knows all concrete parts.
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,13 +194,11 @@ def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
     The plan contains the limits of a micro-batch, and the cost of a document by its length.
     """
     config, world = setup.config, setup.world
-    limits = Limits(config.max_micro_batch_tokens, config.data.micro_batch_size_per_gpu)
-    if not model.is_packed:
-        limits = replace(limits, max_samples=1)
+    max_samples = config.data.micro_batch_size_per_gpu if model.is_packed else 1
     return RankPlan(
         world.data_rank,
         world.num_data_ranks,
-        limits,
+        Limits(config.max_micro_batch_tokens, max_samples),
         *flops.length_costs(model),
         pin_memory=world.device.type == "cuda",
         share=(world.sequence_rank, world.sequence_size),
