@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ LEVERS = {
     "loader in the process": {"data.num_workers": "0"},
     "LoRA": LORA,
     "compiled LoRA": {**LORA, "model.compile": "true"},
+    "bfloat16 state with full recomputation": {
+        "optim.state_dtype": "bfloat16",
+        "model.master_dtype": "bfloat16",
+        "model.enable_gradient_checkpointing": "true",
+    },
 }
 
 
@@ -228,14 +234,14 @@ def flops_per_token(case: Case, steps: int) -> float:
 
 def measure_size(
     size: str, directory: Path, arguments: argparse.Namespace, ceiling: float
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
+    """Yield one row per run, as soon as it ends."""
     case = make_case(directory / "case", size)
     write_samples(case, prepare_tokens(case, max_length=4096, truncation="right"))
     flops = flops_per_token(case, arguments.steps)
     if any("LoRA" in name for name in arguments.levers):  # it trains pretrained weights only
         words = [sys.executable, "-c", WRITE_WEIGHTS, str(case.model), arguments.device]
         subprocess.run(words, check=True)
-    rows = []
     for name in arguments.levers:
         run_dir = directory / "runs" / name.replace(" ", "_")
         run_dir.parent.mkdir(exist_ok=True)
@@ -245,18 +251,22 @@ def measure_size(
             row = {"run": f"{size} {name}", "error": f"needs {planned:.1f} GiB by the plan"}
         else:
             row = attempt(f"{size} {name}", command, run_dir / "metrics.jsonl", arguments)
-        rows.append(row | {"planned_gib": planned})
+        yield with_share(row | {"planned_gib": planned}, flops, ceiling)
     for micro_batch in arguments.trl:
         output = directory / f"trl_{micro_batch}.jsonl"
         command = trl_command(case, output, arguments, micro_batch)
         name = f"{size} trl, {micro_batch} samples a forward"
-        rows.append(attempt(name, command, output, arguments))
-    for row in rows:
-        if "tokens_per_s" in row:
-            row["share of the GEMM ceiling"] = (
-                row["tokens_per_s"]["median"] * flops / 1e12 / ceiling
-            )
-    return rows
+        yield with_share(attempt(name, command, output, arguments), flops, ceiling)
+
+
+def with_share(row: dict[str, Any], flops: float, ceiling: float) -> dict[str, Any]:
+    """Add a run's share of the GEMM ceiling, given the operations per token of full training.
+
+    LoRA does about two thirds of these operations, so its runs have no share.
+    """
+    if "tokens_per_s" in row and "LoRA" not in row["run"]:
+        row["share of the GEMM ceiling"] = row["tokens_per_s"]["median"] * flops / 1e12 / ceiling
+    return row
 
 
 def trl_command(
@@ -280,6 +290,7 @@ def attempt(
     name: str, words: list[str], rows_file: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """One run; what fails (out of memory, say) is a result too."""
+    started = time.time()
     try:
         rows = run_until(words, rows_file, arguments.steps, timeout_s=arguments.timeout_s)
     except RuntimeError as error:
@@ -288,6 +299,7 @@ def attempt(
     found = {
         "run": name,
         "tokens_per_s": rate(rows),
+        "first_step_after_s": round(rows[0]["ts"] - started, 1),
         "peak_gib": max(row.get("peak_gib", 0.0) for row in rows),
         "losses": [round(row["loss"], 4) for row in rows],
     }
@@ -316,20 +328,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     ceiling = matmul_tflops(arguments.device)
+    card = card_facts() if arguments.device == "cuda" else {"name": "cpu"}
     rows: list[dict[str, Any]] = []
+    result = {**header(), "card": card, "gemm_tflops": round(ceiling, 3), "rows": rows}
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as directory:
-            rows += measure_size(size, Path(directory), arguments, ceiling)
-    card = card_facts() if arguments.device == "cuda" else {"name": "cpu"}
-    result = {**header(), "card": card, "gemm_tflops": round(ceiling, 3), "rows": rows}
+            for row in measure_size(size, Path(directory), arguments, ceiling):
+                rows.append(row)
+                write_result("gpu", result, arguments.output)  # an interruption loses one run
     print(table(["run", "tokens/s", "of ceiling", "peak GiB"], (cells(row) for row in rows)))
-    write_result("gpu", result, arguments.output)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     if "error" in row:
         return [row["run"], "failed", "", ""]
-    share = f"{row['share of the GEMM ceiling']:.0%}"
+    share = f"{row['share of the GEMM ceiling']:.0%}" if "share of the GEMM ceiling" in row else ""
     return [row["run"], f"{row['tokens_per_s']['median']:.0f}", share, f"{row['peak_gib']:.1f}"]
 
 
