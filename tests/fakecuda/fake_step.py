@@ -165,6 +165,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     """The second step of a run: what it does on the device and what it asks of the host."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    HOST_INPUTS.clear()
     with fake_run(case, directory) as fake:
         model, steps = fake.run.model, [fake.batch(case, step=step) for step in (1, 2)]
         with fake.mode:
@@ -189,6 +190,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
         "reads": dict(watch.reads),
         "copies": watch.copies,
         "collectives": watch.collectives,
+        "host_inputs": list(HOST_INPUTS),
         "num_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "waits": dict(
             Counter(call.name for call in fake_cuda.CALLS if call.name.endswith("synchronize"))
@@ -212,8 +214,18 @@ def on_meta_device() -> Iterator[None]:
 @contextmanager
 def _compiled_without_code() -> Iterator[None]:
     """Graphs are taken down and run as they are: there is no compiler for the card."""
-    with patch("torch.compile", partial(torch.compile, backend="eager")):
+    with patch("torch.compile", partial(torch.compile, backend=_graph_as_it_is)):
         yield
+
+
+HOST_INPUTS: list[str] = []
+"""Dtypes of the inputs of compiled graphs that are tensors on the host."""
+
+
+def _graph_as_it_is(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    found = [each for each in inputs if isinstance(each, Tensor) and each.device.type == "cpu"]
+    HOST_INPUTS.extend(str(tensor.dtype) for tensor in found)
+    return graph.forward
 
 
 def _read_every_loss(model: Any) -> None:

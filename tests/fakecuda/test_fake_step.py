@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 8},
     "compiled": {"model_type": "llama", "compile": True},
     "compiled, selective": {"model_type": "llama", "compile": True, "recompute": "selective"},
+    "compiled LoRA": {"model_type": "llama", "compile": True, "lora_rank": 8},
     "two share": {"sequence_size": 2},
     "two share, compiled": {"model_type": "llama", "compile": True, "sequence_size": 2},
     "four share": {"sequence_size": 4, "recompute": True},
@@ -225,6 +226,14 @@ def test_compiled_layers_are_one_graph_and_the_loss_another(steps, name):
     nothing waits.
     """
     assert steps(name)["num_graphs"] == 2
+
+
+@pytest.mark.parametrize("name", ["compiled", "compiled, selective", "compiled LoRA"])
+def test_compiled_graphs_take_no_number_from_the_host(steps, name):
+    """The scale of LoRA and the epsilon of a norm were float64 tensors on the host: each graph ran
+    a kernel there, which needs a C++ compiler.
+    """
+    assert steps(name)["host_inputs"] == []
 
 
 def test_replicas_add_their_gradients_once_a_step(steps):

@@ -170,6 +170,12 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tup
             f"layer in one graph, which {name} is not here ({str(error).splitlines()[0]}).\n"
             f"Fix: model.enable_gradient_checkpointing=true or false"
         ) from error
+    except torch._inductor.exc.InductorError as error:
+        raise ConfigError(
+            f"model.compile=true: torch cannot compile {name} on this machine: {_gist(error)}\n"
+            f"Fix: install what is missing (torch.compile needs a C++ compiler and the headers of "
+            f"Python), or set model.compile=false"
+        ) from error
     except Exception as error:
         if "does not have a deterministic" in str(error):
             operation = str(error).split(", but you set")[0]
@@ -198,14 +204,20 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tup
     return None
 
 
+def _gist(error: Exception) -> str:
+    """Return the line of a compiler's message that names the error, else the first line."""
+    lines = str(error).splitlines()
+    return next((line for line in lines if " error: " in line), lines[0])
+
+
 def _is_refusal(error: Exception) -> bool:
     """Return True if a kernel may have refused its arguments, so that a different attention may
     work.
 
-    A full or lost card, a lost peer or a missing compiler causes an error with any attention.
+    A full or lost card, a lost peer or an error of Dynamo occurs with any attention.
     """
     others = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
-    is_compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    is_compiler = type(error).__module__.startswith("torch._dynamo")
     return (
         isinstance(error, RuntimeError | ValueError)
         and not isinstance(error, others)

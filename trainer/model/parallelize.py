@@ -102,6 +102,9 @@ def compile_layers(model: PreTrainedModel, *, is_selective: bool) -> None:
     compiled code, it would keep memory that the code overwrites.
     """
     torch._dynamo.config.recompile_limit = _MAX_VARIANTS
+    # With `dynamic=True`, Dynamo would also turn floats (the epsilon of a norm, the scale of LoRA)
+    # into float64 CPU tensors: a kernel on the CPU per graph, and a C++ compiler on the machine.
+    torch._dynamo.config.specialize_float = True
     for layer in decoder_layers(model):
         forward = layer.forward
         if is_selective:
