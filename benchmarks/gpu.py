@@ -156,9 +156,10 @@ def our_command(
         "model.enable_gradient_checkpointing": arguments.recompute,
         "optim.lr": LR / 10,
         "trainer.device": arguments.device,
-        # ended before the save of the last step
+        # ended before the save of the last step, for which the disk must have room all the same
         "trainer.total_training_steps": arguments.steps + 1,
         "trainer.save_freq": -1,
+        "trainer.checkpoint.save_contents": "[model,optimizer,extra]",
         "trainer.seed": SEED,
         "trainer.default_local_dir": run_dir,
         "trainer.log_every": 1,
