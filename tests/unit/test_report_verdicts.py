@@ -207,6 +207,13 @@ def test_longer_steps_at_saves_are_normal_and_the_same_elsewhere_are_not():
     assert "time_high:stalls" in told(elsewhere) and "time_periodic" not in told(elsewhere)
 
 
+def test_the_first_step_of_a_short_run_that_often_validates_is_no_stall():
+    log = sft(put("train/time(s)", 0, 40.0))
+    series = {key: one[one.steps <= 6] for key, one in log.series.items()}
+    series["val/loss"] = Series(np.array([2, 4, 6]), np.array([1.5, 1.4, 1.3]))
+    assert "time_high:stalls" not in told(analyse(replace(log, series=series)))
+
+
 @pytest.mark.covers("S0.26")
 def test_the_bottleneck_is_named_and_compilation_left_out():
     log = sft(put("train/time(s)", slice(0, 2), 90.0))

@@ -174,10 +174,11 @@ class AnalysedRun:
 
 def _ordinary(run: AnalysedRun, times: Series) -> Series:
     """Return step times without the first steps, which compile, and without steps that save or
-    validate.
+    validate, unless all others do.
     """
-    keep = ~run.is_busy(times.steps) & (np.arange(len(times)) >= NUM_COMPILE)
-    return times[keep] if keep.any() else times
+    late = times[NUM_COMPILE:]
+    is_busy = run.is_busy(late.steps)
+    return late if is_busy.all() else late[~is_busy]
 
 
 def _data_share(run: AnalysedRun, waits: Series) -> Series:
@@ -193,7 +194,7 @@ def _relative_time(run: AnalysedRun, times: Series) -> Series:
     Long steps at regular intervals are left out because they do extra work.
     """
     ordinary = _ordinary(run, times)
-    relative = _over(ordinary, float(np.median(ordinary.values)))
+    relative = _over_median(ordinary) if ordinary else ordinary
     is_slow = relative.values > 2
     return relative if period(relative.steps[is_slow]) is None else relative[~is_slow]
 
