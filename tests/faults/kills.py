@@ -1,6 +1,6 @@
 """Kill and preempt real training runs at random moments, and prove each time that nothing is lost.
 
-`python tests/faults/kills.py --kills 200 --preemptions 100 --seed 1` writes
+`python tests/faults/kills.py --kills 300 --preemptions 100 --seed 11` writes
 benchmarks/results/kills.json. A trial is fixed by its seed up to the moment within the run, which
 depends on the machine. Each start is the real command with all its parts (loader workers in half of
 them, validation, trackers, report) on a small model; `tests/whole_runs.py` is its launcher. A run is
