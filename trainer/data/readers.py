@@ -150,6 +150,8 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
             unread = tuple(name for name in names if name not in kept)
             for index in range(file.num_row_groups):
                 group = file.metadata.row_group(index)
+                if group.num_rows < 0:  # pyarrow would end the process
+                    raise pa.ArrowInvalid(f"row group {index} has {group.num_rows} rows")
                 rows_per_block = BLOCK_BYTES * group.num_rows // max(1, group.total_byte_size)
                 num_rows = min(BLOCK_ROWS, max(1, rows_per_block))
                 for batch in file.iter_batches(num_rows, row_groups=[index], columns=read):

@@ -104,7 +104,7 @@ def _facts(run: AnalysedRun) -> dict[str, str]:
     again = f"{log.num_attempts}, {log.num_lost_steps} steps trained again"
     facts = {
         "steps": f"{run.last_step} of {log.total_steps}" if log.total_steps else str(run.last_step),
-        "time span": "" if log.span_s is None else str(timedelta(seconds=round(log.span_s))),
+        "time span": _duration(log.span_s),
         "attempts": again if log.num_attempts > 1 else "",
         "rows skipped": str(log.num_unparsed or ""),
         "checkpoints": f"{len(log.checkpoints)}, {total} in all" if log.checkpoints else "",
@@ -112,6 +112,13 @@ def _facts(run: AnalysedRun) -> dict[str, str]:
         "notes": " ".join(log.notes),
     }
     return {name: told for name, told in facts.items() if told}
+
+
+def _duration(span_s: float | None) -> str:
+    """Return "" if the span is unknown, or too long for a duration because a clock was wrong."""
+    if span_s is None or span_s >= timedelta.max.total_seconds():
+        return ""
+    return str(timedelta(seconds=round(span_s)))
 
 
 def _summary(key: str, series: Series) -> MetricSummary:
