@@ -3,14 +3,12 @@
 Callers need only `analyse`.
 """
 
-from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
 
 from trainer.runtime.text import readable
 from trainer.tools.report.analysed_run import AnalysedRun, recognise_profile
-from trainer.tools.report.anomalies import find_anomalies
 from trainer.tools.report.checks import judge
 from trainer.tools.report.checks_run import too_little
 from trainer.tools.report.checks_speed import throughput
@@ -39,8 +37,6 @@ def analyse(log: RunLog, *, profile: str = "auto") -> Report:
     """Return the full report on a log."""
     kind = recognise_profile(log) if profile == "auto" else profile
     run = AnalysedRun(log, kind)
-    anomalies = find_anomalies(log, is_generating=kind == "grpo", total_steps=run.total_steps)
-    run = replace(run, anomalies=anomalies)
     found, unjudged = judge(run, CHECKS)
     findings = ordered(found, slack=max(LEAST_SLACK, int(SLACK_SHARE * run.last_step)))
     worst = findings[0].level if findings else ""
@@ -61,9 +57,9 @@ def analyse(log: RunLog, *, profile: str = "auto") -> Report:
             for key in sorted(log.series, key=role_order)
             if log.series[key]
         ),
-        anomalies=anomalies,
+        anomalies=run.anomalies,
         generalisation=generalisation(run),
-        learning_rate=learning_rate(rates, anomalies, run.total_steps) if rates else None,
+        learning_rate=learning_rate(rates, run.anomalies, run.total_steps) if rates else None,
         throughput=throughput(run),
         checklist=checklist(run, findings, unjudged),
         insufficient=tuple(unjudged.items()),

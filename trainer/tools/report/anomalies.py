@@ -245,8 +245,3 @@ def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
     if witness.group == "loss" and witness.is_log:
         tolerance = min(tolerance, LEAST_RISE)
     return mover.sign * (level - witness.level(mover)) < tolerance
-
-
-def is_of(anomaly: Anomaly, *roles: str) -> bool:
-    """Return whether a metric with one of these roles moved in the anomaly."""
-    return any(mover.metric in ROLES[role] for role in roles for mover in anomaly.movers)

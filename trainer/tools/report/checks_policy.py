@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
-from trainer.tools.report.anomalies import is_of
 from trainer.tools.report.checks import (
     MAX_EVIDENCE,
     Findings,
@@ -32,7 +31,7 @@ def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     far = kl[kl.values > KL_FAR]
     if not far:
         return
-    met = [anomaly for anomaly in run.anomalies if is_of(anomaly, "kl")]
+    met = list(run.moved("kl"))
     # the few points after the first far one distinguish a jump from a ramp
     values = kl.values[: int(np.searchsorted(kl.steps, far.steps[0])) + 5]
     start = onset(np.log(values) if values.min() > 0 else values, 0, len(values))
@@ -89,7 +88,7 @@ def format_hacking(run: AnalysedRun) -> Findings:
     """Find a format reward that rises while the share of correct answers does not."""
     forms = [key for key in run.log.series if _FORMAT.search(key)]
     right = run.find("correct") or run.find("accuracy")
-    if not forms or right is None:
+    if not forms or not right:
         raise NotJudged("the log has no format reward beside one for being right")
     for key in forms:
         values = finite(run.log.series[key])

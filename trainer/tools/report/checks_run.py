@@ -45,7 +45,7 @@ def missing_checkpoints(run: AnalysedRun) -> Findings:
     known = existing | {event.step for event in run.log.events if event.kind == "checkpoint"}
     # in a log with a row for every step, a missing row means that the step was skipped
     losses, skipped = run.find("loss"), set()
-    if losses is not None and len(losses) > 1 and np.median(np.diff(losses.steps)) == 1:
+    if len(losses) > 1 and np.median(np.diff(losses.steps)) == 1:
         skipped = set(range(run.last_step + 1)) - set(losses.steps.tolist())
     expected = range(int(every), run.last_step + 1, int(every))
     missing = [at for at in expected if at > min(existing) and at not in known | skipped]

@@ -45,7 +45,7 @@ MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
 def throughput(run: AnalysedRun) -> Throughput | None:
     """Return how the time of a step is divided; None if the log has no times."""
     phases, times = _phases(run), run.find("ordinary_time")
-    if times is None and not phases:
+    if not times and not phases:
         return None
     parts_s = sum(phases.values())
     values = times.values if times else np.array([parts_s])

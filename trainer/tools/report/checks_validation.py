@@ -51,7 +51,7 @@ def _losses(run: AnalysedRun, *, least: int = MIN_EVALS) -> tuple[Series, Floats
         raise NotJudged(
             "the loss is that of a policy, which changes its sign: rewards tell how good it is"
         )
-    if train is None:
+    if not train:
         return val, np.full(len(val), np.nan)
     stops = np.searchsorted(train.steps, val.steps, side="right")
     starts = np.maximum([0, *stops[:-1]], stops - NUM_AROUND)

@@ -50,7 +50,7 @@ def why_recovered(run: AnalysedRun) -> str:
     """
     passed = sum(anomaly.has_recovered for anomaly in run.anomalies)
     rates, clip = run.find("lr"), run.setting("clip")
-    falls = rates is not None and rates.values[-1] < 0.95 * rates.values.max()
+    falls = bool(rates) and rates.values[-1] < 0.95 * rates.values.max()
     reasons = {
         f"gradient clipping ({run.quoted('clip')}) limits the updates that follow": clip,
         "the KL penalty pulls the policy back once it is far away": run.key("kl"),
