@@ -178,7 +178,11 @@ def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range()
     low = replace(log, series={**log.series, **series})
     usual = {"loss_start_high", "loss_final", "val_final"}
     assert usual <= told(analyse(low)).keys()
-    for key, value in (("model.random_weights", True), ("model.partial_pretrain", "quickstart")):
+    for key, value in (
+        ("model.random_weights", True),
+        ("model.partial_pretrain", "quickstart"),
+        ("model.partial_pretrain", "/src/trainer/quickstart/model"),
+    ):
         report = analyse(replace(low, config={**low.config, key: value}))
         assert report.verdict == "OK" and not told(report).keys() & usual, report.findings
         assert item(report, "final_loss").status == "unknown"

@@ -155,7 +155,8 @@ class AnalysedRun:
     @cached_property
     def is_pretrained(self) -> bool:
         """Return whether the usual loss ranges apply; they assume a pretrained model."""
-        is_quickstart = self.config("model.partial_pretrain") == "quickstart"
+        model = str(self.config("model.partial_pretrain"))
+        is_quickstart = model.endswith(("quickstart", "quickstart/model"))
         return not (self.config("model.random_weights") or is_quickstart)
 
     @cached_property
