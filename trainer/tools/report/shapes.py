@@ -128,8 +128,15 @@ def shift(
     chosen = -1 if is_lasting else int(np.argmax(ends - begins))
     begin, end = int(begins[chosen]), int(ends[chosen])
     stop = int(starts[end - 1]) + width
-    at = _onset_of_shift(values[:stop], levels[:end], starts, begin, best[begin] + chance, width)
-    before, after = (sign * float(level) for level in (best[begin], levels[begin:end].max()))
+    # for slow rises, search from the last window at the usual level until half has risen
+    at_usual = np.flatnonzero(levels[:begin] <= best[begin] + chance)
+    low = int(starts[at_usual[-1]]) if len(at_usual) else 0
+    highest = levels[begin:end].max()
+    is_half = levels[begin:end] >= (best[begin] + highest) / 2
+    high = int(starts[begin + np.argmax(is_half)])
+    is_level = width < MIN_COURSE
+    at = onset(values, max(0, low - (2 - is_level) * width), high + width, is_level=is_level)
+    before, after = (sign * float(level) for level in (best[begin], highest))
     return Move(
         steps=series[at:stop].ends,
         at=int(series.steps[max(at - 1, 0)]),
@@ -137,23 +144,6 @@ def shift(
         after=math.exp(after) if is_log else after,
         is_lasting=is_lasting,
     )
-
-
-def _onset_of_shift(
-    values: Floats, levels: Floats, starts: Ints, begin: int, usual: float, width: int
-) -> int:
-    """Return the index at which a shift begins. Window `begin` is the first that proves the shift.
-
-    The search starts a little before the last window at the usual level, and ends where the level
-    has risen by half.
-    """
-    at_usual = np.flatnonzero(levels[: begin + 1] <= usual)
-    low = int(starts[at_usual[-1] if len(at_usual) else begin])
-    is_half = levels[begin:] >= (usual + levels[begin:].max()) / 2
-    last = int(starts[begin + int(np.argmax(is_half))]) + width
-    is_level = width < MIN_COURSE
-    first = max(0, low - (1 if is_level else 2) * width)
-    return onset(values, first, last, is_level=is_level)
 
 
 def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> int:
