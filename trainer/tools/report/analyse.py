@@ -80,15 +80,10 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
 
 def _normal(run: AnalysedRun) -> str:
     """Describe a healthy run by its falling loss, a controller by the trends of its results."""
-    courses = {"loss": ("falls", is_falling)}
-    if run.profile == "controller":
-        rises = ("rises", is_rising)
-        courses = {"reward": rises, "accuracy": rises, "violation": ("falls", is_falling)}
-    good = [
-        f"the {role} {word}"
-        for role, (word, is_good) in courses.items()
-        if run.find(role) and is_good(run.levels(role))
-    ]
+    is_controller = run.profile == "controller"
+    rising, falling = (("reward", "accuracy"), ("violation",)) if is_controller else ((), ("loss",))
+    good = [f"the {role} rises" for role in rising if is_rising(run.levels(role))]
+    good += [f"the {role} falls" for role in falling if is_falling(run.levels(role))]
     rest = "no check objects" if run.anomalies else "every metric stayed in its usual range"
     return f"Normal: {listed([*good, rest])}."
 

@@ -99,7 +99,7 @@ class AnalysedRun:
         In a controller run these are the epoch means, because its metrics swing from batch to
         batch.
         """
-        series, epochs = self.get(role), self.find("epoch")
+        series, epochs = self.find(role), self.find("epoch")
         is_by_epoch = self.profile == "controller" and epochs
         return epoch_means(series, epochs) if is_by_epoch else series
 

@@ -52,13 +52,11 @@ def _span(anomalies: Iterable[Anomaly]) -> tuple[int, int]:
 
 @finding("loss_nonfinite")
 def nonfinite(run: AnalysedRun) -> Findings:
-    """Find losses and gradient norms that are not finite, and steps that the run logged as such."""
+    """Find losses and gradient norms that are not finite."""
     bad: dict[int, str] = {}
-    for key in (run.name("loss"), run.name("grad"), "train/nonfinite"):
-        if series := run.log.series.get(key):
-            is_counter = key == "train/nonfinite"
-            is_bad = series.values > 0 if is_counter else ~np.isfinite(series.values)
-            bad = dict.fromkeys(series.steps[is_bad].tolist(), key) | bad
+    for key in filter(None, (run.key("grad"), run.key("loss"))):
+        series = run.log.series[key]
+        bad |= dict.fromkeys(series.steps[~np.isfinite(series.values)].tolist(), key)
     if bad:
         first, last = min(bad), max(bad)
         yield fail(

@@ -39,15 +39,15 @@ def missing_checkpoints(run: AnalysedRun) -> Findings:
     by `prune` or because the run continued from a mirror, which keeps few. Checkpoints older than
     the oldest existing one were rotated away.
     """
-    every, existing = run.amount("save"), {state.step for state in run.log.checkpoints}
-    if not every or every < 1 or not existing:
+    every, existing = int(run.amount("save") or 0), {state.step for state in run.log.checkpoints}
+    if not every or not existing:
         raise NotJudged("the save cadence is not known, or the log has no checkpoints next to it")
     known = existing | {event.step for event in run.log.events if event.kind == "checkpoint"}
     # in a log with a row for every step, a missing row means that the step was skipped
     losses, skipped = run.find("loss"), set()
     if len(losses) > 1 and np.median(np.diff(losses.steps)) == 1:
         skipped = set(range(run.last_step + 1)) - set(losses.steps.tolist())
-    expected = range(int(every), run.last_step + 1, int(every))
+    expected = range(every, run.last_step + 1, every)
     missing = [at for at in expected if at > min(existing) and at not in known | skipped]
     if missing:
         yield fail(

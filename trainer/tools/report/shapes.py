@@ -128,8 +128,9 @@ def shift(
     chosen = -1 if is_lasting else int(np.argmax(ends - begins))
     begin, end = int(begins[chosen]), int(ends[chosen])
     stop = int(starts[end - 1]) + width
-    # search from the best level until half has risen
-    low = int(starts[np.argmin(levels[:begin])])
+    # for slow rises, search from the last window at the usual level until half has risen
+    at_usual = np.flatnonzero(levels[:begin] <= best[begin] + chance)
+    low = int(starts[at_usual[-1]]) if len(at_usual) else 0
     highest = levels[begin:end].max()
     is_half = levels[begin:end] >= (best[begin] + highest) / 2
     high = int(starts[begin + np.argmax(is_half)])
