@@ -74,7 +74,7 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
     if verdict == "OK":
         return _normal(run)
     others = sum(finding.level in VERDICTS for finding in findings) - 1
-    more = f" {counted(others, 'further finding')} of weight." if others else ""
+    more = f" {counted(others, 'further serious finding')}." if others else ""
     return findings[0].title + more
 
 
@@ -84,7 +84,7 @@ def _normal(run: AnalysedRun) -> str:
     rising, falling = (("reward", "accuracy"), ("violation",)) if is_controller else ((), ("loss",))
     good = [f"the {role} rises" for role in rising if is_rising(run.levels(role))]
     good += [f"the {role} falls" for role in falling if is_falling(run.levels(role))]
-    rest = "no check objects" if run.anomalies else "every metric stayed in its usual range"
+    rest = "no check found a fault" if run.anomalies else "every metric stayed in its usual range"
     return f"Normal: {listed([*good, rest])}."
 
 
@@ -133,7 +133,7 @@ def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> s
     if verdict == "OK":
         return "Train on as configured. Look again at the next validation or after ten epochs."
     if verdict == "INSUFFICIENT":
-        return "Let it run on and ask again; what is there shows no fault."
+        return "Let the run continue, then report again. The log shows no fault so far."
     urgent = [one.remedy for one in findings[:NUM_TOP] if one.level in VERDICTS and one.remedy]
     numbered = " ".join(f"{place}) {action}" for place, action in enumerate(urgent, 1))
     told = [story(run.anomalies), how_common(run)] if run.anomalies else []

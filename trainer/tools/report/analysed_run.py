@@ -263,7 +263,6 @@ def recognise_profile(log: RunLog) -> str:
     if run.key("violation") or (run.key("reward") and run.key("latency")):
         return "controller"
     signs = ("reward", "kl", "update_kl", "clipped_ratio", "adv_mean")
-    has_rewards = any(key.startswith("rewards/") for key in log.series)
-    if has_rewards or any(map(run.key, signs)):
+    if any(map(run.key, signs)) or any(key.startswith("rewards/") for key in log.series):
         return "grpo"
     return "sft" if run.key("loss") else "generic"

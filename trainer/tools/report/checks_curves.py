@@ -65,7 +65,7 @@ def nonfinite(run: AnalysedRun) -> Findings:
             metric=bad[first],
             steps=(first, last),
             evidence=[f"steps {listed(map(str, sorted(bad)))}"],
-            cause="Overflow in 16 bit numbers, a learning rate too high, or a sample that breaks "
+            cause="Overflow in 16-bit numbers, a learning rate that is too high, or a sample that breaks "
             "the model.",
             remedy=("lower_rate", "clip", f"Look at the batch of step {first}."),
         )
@@ -97,7 +97,7 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
             id="start",
             steps=first.ends,
             cause="A long warm-up, or noise larger than the progress of so few steps.",
-            remedy=("None needed where the rate was still warming up.",),
+            remedy=("Nothing to do if the learning rate was still warming up.",),
         )
 
 
@@ -207,7 +207,7 @@ def jitter(run: AnalysedRun, losses: Series) -> Findings:
             evidence=[_phases(losses)],
             cause="Samples of unlike difficulty, small batches, sampled groups, the early phase of "
             "training.",
-            remedy=["None needed. To smooth it:", "larger_batch", *group],
+            remedy=["Nothing to do. To smooth it:", "larger_batch", *group],
         )
 
 
@@ -238,7 +238,7 @@ def explosions(run: AnalysedRun, norms: Series) -> Findings:
                 f"{counted(len(bursts), 'burst')}: {listed(interval(a.steps) for a in bursts)}",
                 run.quoted("clip"),
             ],
-            cause="A batch or a policy far from the usual makes very large gradients; an unclipped "
+            cause="An unusual batch or policy makes very large gradients; an unclipped "
             "update then throws the weights further off.",
             remedy=("clip", "lower_rate"),
         )
@@ -318,7 +318,7 @@ def learning(run: AnalysedRun) -> Findings:
     # a metric whose range is within 1 % of its level is constant
     if long and all(np.ptp(values) <= 0.01 * abs(np.median(values)) for values in long.values()):
         yield fail(
-            f"Nothing changes: {listed(long)} constant over the run.",
+            f"Nothing changes: {listed(long)} stayed constant over the run.",
             metric=next(iter(long)),
             cause="No update reaches the weights, or no sample carries a signal.",
             remedy=("Check that {lr} is above 0, that parameters are trained, and the labels.",),

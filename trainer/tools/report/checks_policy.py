@@ -89,19 +89,19 @@ def format_hacking(run: AnalysedRun) -> Findings:
     forms = [key for key in run.log.series if _FORMAT.search(key)]
     right = run.find("correct") or run.find("accuracy")
     if not forms or not right:
-        raise NotJudged("the log has no format reward beside one for being right")
+        raise NotJudged("the log lacks a format reward or the share of correct answers")
     for key in forms:
         values = finite(run.log.series[key])
         form = slope(values)
         is_learnt = is_rising(values) and form.relative_change > 0.05
         if is_learnt and not is_rising(right):
             yield warn(
-                f"{key} rises by {number(form.change)} while the share of right answers does not.",
+                f"{key} rises by {number(form.change)} while the share of correct answers does not.",
                 id=key,
                 metric=key,
                 steps=(began(values), values.steps[-1]),
                 cause="The policy learns the form of an answer, not its content: format hacking.",
                 remedy=(
-                    "Lower the weight of the format reward, or give it only to right answers.",
+                    "Lower the weight of the format reward, or give it only to correct answers.",
                 ),
             )

@@ -26,7 +26,8 @@ def meaning(key: str) -> Metric:
     split, _, rest = name.partition("/")
     ours = f"val/{rest}" if split == "eval" else name
     bare = rest if split in ("train", "val", "eval") else name
-    own = map(metrics.find, (name, ours, f"train/{name}"))
-    foreign = (entry_of(spelling, metrics.FOREIGN) for spelling in (name, ours, bare))
+    spellings = (name, ours, f"train/{name}")
+    own = map(metrics.find, spellings)
+    foreign = (entry_of(spelling, metrics.FOREIGN) for spelling in (*spellings, bare))
     unknown = Metric(key, "1", "none", "Unknown metric.")
     return next(filter(None, chain(own, foreign)), unknown)

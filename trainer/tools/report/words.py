@@ -29,7 +29,7 @@ def story(anomalies: tuple[Anomaly, ...]) -> str:
         if len(chain) > 1 and times > max(1, len(anomalies) / 2):
             return (
                 f"The chain {' → '.join(chain)} recurs: {times} of {len(anomalies)} intervals "
-                f"between steps {anomalies[0].peak_step} and {anomalies[-1].peak_step} set in in "
+                f"between steps {anomalies[0].peak_step} and {anomalies[-1].peak_step} begin in "
                 f"this order, so it is no single accident."
             )
     return ""
