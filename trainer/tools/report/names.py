@@ -125,10 +125,10 @@ epsilon_high | epsilon_high | the upper clip range | actor_rollout_ref.actor.cli
 group        | num_generations | the number of answers to a prompt | actor_rollout_ref.rollout.n
 completion   | max_completion_length | the longest answer allowed | data.max_response_length
 """
-STEP_KEYS = """
-global_step/max_steps step global_step trainer/step trainer/global_step train/global_step _step
-current_steps current_iteration iteration iter last_step steps Step epoch
-""".split()
+STEP_KEYS = _table("""
+steps global_step/max_steps step global_step trainer/step trainer/global_step train/global_step _step
+  current_steps current_iteration iteration iter last_step steps Step epoch
+""")["steps"]
 """Columns that can serve as the x axis, best first."""
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     purpose: tuple(names) for purpose, *names in rows_of(_OPTIONS)
