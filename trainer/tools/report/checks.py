@@ -75,7 +75,7 @@ def _complete(check: Check, found: Finding, run: AnalysedRun) -> Finding:
         id=f"{check.name}:{found.id}" if found.id else check.name,
         rule=check.name.partition(":")[0],
         metric=found.metric or (run.name(check.roles[0]) if check.roles else None),
-        steps=found.steps and tuple(map(int, found.steps)),
+        steps=found.steps and (int(found.steps[0]), int(found.steps[1])),
         evidence=tuple(filter(None, found.evidence)),
         cause=found.cause.strip(),
         remedy=" ".join(sentence for sentence, _ in advice),

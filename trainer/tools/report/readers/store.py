@@ -85,8 +85,8 @@ class Store:
         series = self._series()
         clocks = [series.pop(key) for key in CLOCKS if key in series]
         if ELAPSED in series:
-            clocks.append(series[ELAPSED])
             elapsed = series[ELAPSED]
+            clocks.append(elapsed)
             step_s = np.diff(elapsed.values) / np.diff(elapsed.steps)
             # a restart resets the clock
             series.setdefault(STEP_TIME, Series(elapsed.steps[1:], step_s)[step_s >= 0])
