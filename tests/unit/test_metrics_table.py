@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from acceptance.table import all_lines
 
-from trainer.tools.report.vocabulary import lookup
+from trainer.tools.report.vocabulary import meaning
 from trainer.tracking import Tracking, metrics, read_metrics
 from trainer.tracking.metrics import FOREIGN, METRICS
 from trainer.tracking.metrics.words import Metric
@@ -70,8 +70,8 @@ RL_KEYS = {
 
 
 def found(key: str) -> Metric:
-    metric = lookup(key)
-    assert metric is not None, key
+    metric = meaning(key)
+    assert metric.meaning != "Unknown metric.", key
     return metric
 
 
@@ -114,8 +114,8 @@ def test_keys_of_reinforcement_learning_are_known_and_can_be_logged(tmp_path):
     ],
 )
 def test_keys_are_found_under_other_spellings(key, entry):
-    metric = lookup(key)
-    assert (metric and metric.key) == entry
+    found = meaning(key)
+    assert (None if found.meaning == "Unknown metric." else found.key) == entry
 
 
 @pytest.mark.parametrize(

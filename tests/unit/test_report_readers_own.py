@@ -98,6 +98,22 @@ def test_events_and_the_exit_code_of_the_last_attempt(tmp_path):
     assert read_run(tmp_path).exit_code is None, "it runs again"
 
 
+def test_every_log_of_a_run_from_random_weights_has_no_usual_losses(tmp_path):
+    """`run.json` holds `model.random_weights`, whichever file of the run is read."""
+    config = {"model": {"random_weights": True}}
+    tracking = Tracking("project", "exp", [], config, run_dir=tmp_path, total_steps=200)
+    for step in range(1, 201):
+        loss = 5.84 - 0.02 * step
+        tracking.log({"train/loss": loss, "train/lr": 1e-3, "progress/epoch": step / 10}, step)
+    tracking.finish(0)
+    for name in ("metrics.jsonl", "training_history.csv"):
+        log = read_run(tmp_path / name)
+        assert (log.config["model.random_weights"], log.total_steps) == (True, 200)
+        rules = {finding.rule for finding in analyse(log, profile="sft").findings}
+        assert len(log.series["train/loss"]) >= 20, name
+        assert not rules & {"loss_start_high", "loss_final"}, name
+
+
 def test_checkpoints_are_judged_by_names_and_sizes(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
     save(tmp_path, 10, 20, 30, 40)

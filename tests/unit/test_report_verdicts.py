@@ -178,7 +178,11 @@ def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range()
     low = replace(log, series={**log.series, **series})
     usual = {"loss_start_high", "loss_final", "val_final"}
     assert usual <= told(analyse(low)).keys()
-    for key, value in (("model.random_weights", True), ("model.partial_pretrain", "quickstart")):
+    for key, value in (
+        ("model.random_weights", True),
+        ("model.partial_pretrain", "quickstart"),
+        ("model.partial_pretrain", "/src/trainer/quickstart/model"),
+    ):
         report = analyse(replace(low, config={**low.config, key: value}))
         assert report.verdict == "OK" and not told(report).keys() & usual, report.findings
         assert item(report, "final_loss").status == "unknown"
@@ -207,11 +211,24 @@ def test_longer_steps_at_saves_are_normal_and_the_same_elsewhere_are_not():
     assert "time_high:stalls" in told(elsewhere) and "time_periodic" not in told(elsewhere)
 
 
-def test_the_first_step_of_a_short_run_that_often_validates_is_no_stall():
-    log = sft(put("train/time(s)", 0, 40.0))
-    series = {key: one[one.steps <= 6] for key, one in log.series.items()}
-    series["val/loss"] = Series(np.array([2, 4, 6]), np.array([1.5, 1.4, 1.3]))
-    assert "time_high:stalls" not in told(analyse(replace(log, series=series)))
+@pytest.mark.parametrize("num_steps", [2, 4, 20, 60])
+def test_the_first_step_of_a_short_run_is_no_stall(num_steps):
+    """Steps that start or compile are left out, also if all others save or validate."""
+    log = put("train/time(s)", 0, 40.0)(sft_run(2))
+    series = {key: one[:num_steps] for key, one in log.series.items() if key != "val/loss"}
+    evals = np.arange(2, num_steps + 1, 2)
+    series["val/loss"] = Series(evals, np.full(len(evals), 1.5))
+    short = replace(log, series=series, total_steps=num_steps, checkpoints=())
+    assert "time_high:stalls" not in told(analyse(short))
+
+
+def test_the_first_step_after_a_resume_is_no_stall():
+    log = put("train/time(s)", 30, 40.0)(sft_run(2))
+    series = {key: one[:60] for key, one in log.series.items()}
+    short = replace(log, series=series, total_steps=60, checkpoints=())
+    assert "time_high:stalls" in told(analyse(short))
+    resumed = replace(short, events=(LogEvent(30, "start", "attempt 2"),))
+    assert "time_high:stalls" not in told(analyse(resumed))
 
 
 @pytest.mark.covers("S0.26")

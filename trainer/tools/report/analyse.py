@@ -3,14 +3,12 @@
 Callers need only `analyse`.
 """
 
-from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
 
 from trainer.runtime.text import readable
 from trainer.tools.report.analysed_run import AnalysedRun, recognise_profile
-from trainer.tools.report.anomalies import find_anomalies
 from trainer.tools.report.checks import judge
 from trainer.tools.report.checks_run import too_little
 from trainer.tools.report.checks_speed import throughput
@@ -39,8 +37,6 @@ def analyse(log: RunLog, *, profile: str = "auto") -> Report:
     """Return the full report on a log."""
     kind = recognise_profile(log) if profile == "auto" else profile
     run = AnalysedRun(log, kind)
-    anomalies = find_anomalies(log, is_generating=kind == "grpo", total_steps=run.total_steps)
-    run = replace(run, anomalies=anomalies)
     found, unjudged = judge(run, CHECKS)
     findings = ordered(found, slack=max(LEAST_SLACK, int(SLACK_SHARE * run.last_step)))
     worst = findings[0].level if findings else ""
@@ -61,9 +57,9 @@ def analyse(log: RunLog, *, profile: str = "auto") -> Report:
             for key in sorted(log.series, key=role_order)
             if log.series[key]
         ),
-        anomalies=anomalies,
+        anomalies=run.anomalies,
         generalisation=generalisation(run),
-        learning_rate=learning_rate(rates, anomalies, run.total_steps) if rates else None,
+        learning_rate=learning_rate(rates, run.anomalies, run.total_steps) if rates else None,
         throughput=throughput(run),
         checklist=checklist(run, findings, unjudged),
         insufficient=tuple(unjudged.items()),
@@ -78,22 +74,17 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
     if verdict == "OK":
         return _normal(run)
     others = sum(finding.level in VERDICTS for finding in findings) - 1
-    more = f" {counted(others, 'further finding')} of weight." if others else ""
+    more = f" {counted(others, 'further serious finding')}." if others else ""
     return findings[0].title + more
 
 
 def _normal(run: AnalysedRun) -> str:
     """Describe a healthy run by its falling loss, a controller by the trends of its results."""
-    courses = {"loss": ("falls", is_falling)}
-    if run.profile == "controller":
-        rises = ("rises", is_rising)
-        courses = {"reward": rises, "accuracy": rises, "violation": ("falls", is_falling)}
-    good = [
-        f"the {role} {word}"
-        for role, (word, is_good) in courses.items()
-        if run.find(role) and is_good(run.levels(role))
-    ]
-    rest = "no check objects" if run.anomalies else "every metric stayed in its usual range"
+    is_controller = run.profile == "controller"
+    rising, falling = (("reward", "accuracy"), ("violation",)) if is_controller else ((), ("loss",))
+    good = [f"the {role} rises" for role in rising if is_rising(run.levels(role))]
+    good += [f"the {role} falls" for role in falling if is_falling(run.levels(role))]
+    rest = "no check found a fault" if run.anomalies else "every metric stayed in its usual range"
     return f"Normal: {listed([*good, rest])}."
 
 
@@ -149,7 +140,7 @@ def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> s
     if verdict == "OK":
         return "Train on as configured. Look again at the next validation or after ten epochs."
     if verdict == "INSUFFICIENT":
-        return "Let it run on and ask again; what is there shows no fault."
+        return "Let the run continue, then report again. The log shows no fault so far."
     urgent = [one.remedy for one in findings[:NUM_TOP] if one.level in VERDICTS and one.remedy]
     numbered = " ".join(f"{place}) {action}" for place, action in enumerate(urgent, 1))
     told = [story(run.anomalies), how_common(run)] if run.anomalies else []

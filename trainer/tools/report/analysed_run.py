@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from trainer.tools.report.anomalies import find_anomalies
 from trainer.tools.report.formatting import shown
 from trainer.tools.report.names import OPTIONS, ROLES, options_of
-from trainer.tools.report.result import Anomaly
+from trainer.tools.report.result import Anomaly, Mover
 from trainer.tools.report.run_log import RunLog, Series
 from trainer.tools.report.shapes import period
 from trainer.tools.report.statistics import Ints, Mask, epoch_means, finite
@@ -33,6 +34,9 @@ occurrences may be chance.
 """
 
 
+NO_POINTS = Series(np.array([], np.int64), np.array([], np.float64))
+
+
 class NotJudged(Exception):  # noqa: N818 - not an error: a check that cannot judge
     """A check lacks data that it needs; the message names the data."""
 
@@ -43,40 +47,46 @@ class AnalysedRun:
 
     log: RunLog
     profile: str
-    anomalies: tuple[Anomaly, ...] = ()
+
+    @cached_property
+    def anomalies(self) -> tuple[Anomaly, ...]:
+        """Return the anomalies in chronological order."""
+        return find_anomalies(
+            self.log, is_generating=self.profile == "grpo", total_steps=self.total_steps
+        )
+
+    def moved(self, *roles: str) -> dict[Anomaly, list[Mover]]:
+        """Return the anomalies in which metrics with these roles moved, and their moves."""
+        keys = {key for role in roles for key in ROLES[role]}
+        moves = {one: [m for m in one.movers if m.metric in keys] for one in self.anomalies}
+        return {one: movers for one, movers in moves.items() if movers}
 
     def key(self, role: str) -> str | None:
         """Return the key under which this log has a role, or None.
 
         Of several matching keys, such as one per device, it is the one with the highest value.
         """
-        series, keys = self.log.series, ROLES[_source(role)]
-        exact = [key for key in keys if key in series]
-        if exact:
-            return exact[0]
-        patterns = [pattern(key) for key in keys if "<" in key]
-        matching = [key for key in series if any(one.fullmatch(key) for one in patterns)]
-        return max(
-            matching,
-            key=lambda key: np.nanmax(series[key].values, initial=-np.inf),
-            default=None,
-        )
+        series = self.log.series
+        for name in ROLES[_source(role)]:
+            if name in series:
+                return name
+            if "<" in name and (matching := list(filter(pattern(name).fullmatch, series))):
+                return max(matching, key=lambda key: np.nanmax(series[key].values, initial=-np.inf))
+        return None
 
-    def find(self, role: str) -> Series | None:
-        """Return the finite points of a role; None if the log has none."""
+    def find(self, role: str) -> Series:
+        """Return the finite points of a role, which may be none."""
         key = self.key(role)
-        points = finite(self.log.series[key]) if key else None
-        if points and role in DERIVED:
-            points = DERIVED[role][1](self, points)
-        return points or None
+        points = finite(self.log.series[key]) if key else NO_POINTS
+        return DERIVED[role][1](self, points) if points and role in DERIVED else points
 
     def get(self, role: str, *, least: int = 1) -> Series:
         """Return the finite points of a role. Raises `NotJudged` for fewer than `least`."""
-        series, name = self.find(role), ROLES[_source(role)][0]
-        if series is None:
-            raise NotJudged(f"the log has no {name}")
+        key, series = self.key(role), self.find(role)
+        if key is None:
+            raise NotJudged(f"the log has no {self.name(role)}")
         if len(series) < least:
-            raise NotJudged(f"{name} has {len(series)} points, {least} are needed")
+            raise NotJudged(f"{key} has {len(series)} usable points, the check needs {least}")
         return series
 
     def name(self, role: str) -> str:
@@ -89,10 +99,9 @@ class AnalysedRun:
         In a controller run these are the epoch means, because its metrics swing from batch to
         batch.
         """
-        series, epochs = self.get(role), self.find("epoch")
-        if self.profile != "controller" or epochs is None:
-            return series
-        return epoch_means(series, epochs)
+        series, epochs = self.find(role), self.find("epoch")
+        is_by_epoch = self.profile == "controller" and epochs
+        return epoch_means(series, epochs) if is_by_epoch else series
 
     def config(self, *names: str) -> Any:
         """Return the value of the first of these options that the configuration has, or None.
@@ -114,7 +123,7 @@ class AnalysedRun:
 
     def setting(self, purpose: str) -> Any:
         """Return the value of the option for a purpose; None if the configuration lacks it."""
-        return self.config(self.options[purpose], *OPTIONS[purpose])
+        return self.config(*OPTIONS[purpose])
 
     def amount(self, purpose: str) -> float | None:
         """Return the value of the option for a purpose if it is a positive number, else None."""
@@ -146,7 +155,8 @@ class AnalysedRun:
     @cached_property
     def is_pretrained(self) -> bool:
         """Return whether the usual loss ranges apply; they assume a pretrained model."""
-        is_quickstart = self.config("model.partial_pretrain") == "quickstart"
+        model = str(self.config("model.partial_pretrain"))
+        is_quickstart = model.endswith(("quickstart", "quickstart/model"))
         return not (self.config("model.random_weights") or is_quickstart)
 
     @cached_property
@@ -160,11 +170,12 @@ class AnalysedRun:
         return self.log.total_steps or self.last_step
 
     def is_busy(self, steps: Ints) -> Mask:
-        """Return a mask of the steps that saved or validated, or that follow such a step."""
+        """Return a mask of the steps that saved or validated, or that follow such a step or a start
+        of the run.
+        """
         known = [state.step for state in self.log.checkpoints]
-        known += [event.step for event in self.log.events if event.kind == "checkpoint"]
-        if losses := self.find("val_loss"):
-            known += losses.steps.tolist()
+        known += [one.step for one in self.log.events if one.kind in ("start", "checkpoint")]
+        known += self.find("val_loss").steps.tolist()
         mask = np.isin(steps, known) | np.isin(steps - 1, known)
         for cadence in map(self.amount, ("save", "eval")):
             if cadence and cadence >= MIN_CADENCE:
@@ -174,11 +185,11 @@ class AnalysedRun:
 
 def _ordinary(run: AnalysedRun, times: Series) -> Series:
     """Return step times without the first steps, which compile, and without steps that save or
-    validate, unless all others do.
+    validate unless all do.
     """
     late = times[NUM_COMPILE:]
-    is_busy = run.is_busy(late.steps)
-    return late if is_busy.all() else late[~is_busy]
+    keep = ~run.is_busy(late.steps)
+    return late[keep] if keep.any() else late
 
 
 def _data_share(run: AnalysedRun, waits: Series) -> Series:
@@ -193,8 +204,7 @@ def _relative_time(run: AnalysedRun, times: Series) -> Series:
 
     Long steps at regular intervals are left out because they do extra work.
     """
-    ordinary = _ordinary(run, times)
-    relative = _over_median(ordinary) if ordinary else ordinary
+    relative = _over_median(_ordinary(run, times))
     is_slow = relative.values > 2
     return relative if period(relative.steps[is_slow]) is None else relative[~is_slow]
 
@@ -208,7 +218,7 @@ def _over(series: Series, usual: object) -> Series:
 
 def _over_median(series: Series, until: int | None = None) -> Series:
     """Return a series as multiples of the median of its first `until` points (default: all)."""
-    return _over(series, float(np.median(series.values[:until])))
+    return _over(series, float(np.median(series.values[:until])) if series else 0.0)
 
 
 def _at_cap(run: AnalysedRun, lengths: Series) -> Series:
@@ -253,7 +263,6 @@ def recognise_profile(log: RunLog) -> str:
     if run.key("violation") or (run.key("reward") and run.key("latency")):
         return "controller"
     signs = ("reward", "kl", "update_kl", "clipped_ratio", "adv_mean")
-    has_rewards = any(key.startswith("rewards/") for key in log.series)
-    if has_rewards or any(map(run.key, signs)):
+    if any(map(run.key, signs)) or any(key.startswith("rewards/") for key in log.series):
         return "grpo"
     return "sft" if run.key("loss") else "generic"

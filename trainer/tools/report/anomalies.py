@@ -9,15 +9,15 @@ together.
 import math
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainer.tools.report.names import ROLES
 from trainer.tools.report.result import Anomaly, Mover
 from trainer.tools.report.run_log import RunLog, Series
 from trainer.tools.report.shapes import departures
-from trainer.tools.report.statistics import Floats, Ints, finite
+from trainer.tools.report.statistics import Floats, Ints, Mask, finite
 from trainer.tools.report.vocabulary import meaning
 
 GROUPS = ("kl", "policy", "length", "reward", "gradient", "loss")
@@ -76,29 +76,24 @@ def group_of(key: str, *, is_generating: bool) -> str | None:
 class Witness:
     """One metric at the steps at which it was logged, with its usual level at each of them.
 
-    `levels` and `spread` are in logarithms if `is_log` is true.
+    `values`, `levels` and `spread` are logarithms if `is_log` is true.
     """
 
     key: str
     group: str
     series: Series
     is_log: bool
-    z: NDArray[np.floating]
+    values: Floats
+    z: Floats
+    """Distance from the usual level, as a multiple of the usual spread."""
     levels: Floats
-    spread: NDArray[np.floating]
-    flagged: Ints
-    """Indices of the points that leave the metric's usual range."""
+    spread: Floats
+    is_far: Mask
+    """The points that leave the metric's usual range."""
 
     @property
     def is_effect(self) -> bool:
         return self.group in EFFECTS
-
-    def level(self, mover: Mover) -> float:
-        """Return the usual level at the point where the metric began to move.
-
-        Later levels do not serve: a loss that stays high soon becomes the usual level.
-        """
-        return float(self.levels[np.searchsorted(self.series.steps, mover.onset_step)])
 
 
 def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tuple[Anomaly, ...]:
@@ -112,7 +107,7 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
             witnesses.append(_witness(key, group, known))
     if not witnesses:
         return ()
-    grid = max((w.series.steps for w in witnesses), key=len)
+    grid = max((witness.series.steps for witness in witnesses), key=len)
     points = _qualified(witnesses, grid)
     clusters = np.split(points, np.flatnonzero(np.diff(points) > MERGE_POINTS) + 1)
     found = (
@@ -129,7 +124,7 @@ def _witness(key: str, group: str, series: Series) -> Witness:
     is_log = group in (*EFFECTS, "length") and bool(series.values.min() > 0)
     values = np.log(series.values) if is_log else series.values
     # the floor keeps tiny changes in a quiet stretch from standing out
-    floor = 0.05 * (1 + (group == "gradient"))
+    floor = 0.1 if group == "gradient" else 0.05
     if not is_log:
         floor = max(1e-3, 0.05 * float(np.median(np.abs(values))))
         if group not in EFFECTS:  # rewards and shares may stay constant for a long time
@@ -141,12 +136,10 @@ def _witness(key: str, group: str, series: Series) -> Witness:
         score, ratio, rise = EFFECTS[group]
         if is_log:
             is_far = (z > score) & (values - levels > math.log(ratio))
-            is_far &= np.exp(values) - np.exp(levels) > rise
+            is_far &= series.values - np.exp(levels) > rise
         else:
             is_far = (np.abs(z) > score) & (np.abs(values - levels) > POLICY_RISE)
-    # float32 halves the memory: a log has many witnesses
-    z, spread = z.astype(np.float32), spread.astype(np.float32)
-    return Witness(key, group, series, is_log, z, levels, spread, np.flatnonzero(is_far))
+    return Witness(key, group, series, is_log, values, z, levels, spread, is_far)
 
 
 def _is_hard_batch(anomaly: Anomaly) -> bool:
@@ -164,17 +157,14 @@ def _qualified(witnesses: list[Witness], grid: Ints) -> Ints:
     At such a point a metric in `EFFECTS` left its range, or metrics of two other groups did so
     at most one point apart.
     """
-    alone = np.zeros(len(grid), dtype=bool)
-    others: dict[str, NDArray[np.bool_]] = {}
+    masks = {group: np.zeros(len(grid), dtype=bool) for group in GROUPS}
     for witness in witnesses:
-        empty = np.zeros_like(alone)
-        mask = alone if witness.is_effect else others.setdefault(witness.group, empty)
-        places = np.searchsorted(grid, witness.series.steps[witness.flagged])
-        mask[places.clip(max=len(grid) - 1)] = True
-    near = sum(np.convolve(mask, np.ones(3), "same") > 0 for mask in others.values())
-    return np.flatnonzero(
-        np.logical_or.reduce([alone, *(m & (near >= 2) for m in others.values())])
-    )
+        places = np.searchsorted(grid, witness.series.steps[witness.is_far])
+        masks[witness.group][places.clip(max=len(grid) - 1)] = True
+    effects = np.any([masks.pop(group) for group in EFFECTS], axis=0)
+    near = [np.convolve(mask, np.ones(3), "same") > 0 for mask in masks.values()]
+    others = np.any(list(masks.values()), axis=0) & (np.sum(near, axis=0) >= 2)
+    return np.flatnonzero(effects | others)
 
 
 def _anomaly(
@@ -182,18 +172,17 @@ def _anomaly(
 ) -> Anomaly:
     """Describe the interval between two points of the grid by the metrics that moved in it."""
     # at the ends of the grid, include points that other metrics have before or after the grid
-    low = int(grid[first - MERGE_POINTS]) if first > MERGE_POINTS else 0
-    is_last = last + MERGE_POINTS >= len(grid) - 1
-    high = np.inf if is_last else int(grid[last + MERGE_POINTS])
-    moved = [(w, m) for w in witnesses if (m := _mover(w, low, high)) is not None]
-    moved.sort(key=lambda pair: (pair[1].onset_step, GROUPS.index(pair[0].group)))
-    chain: dict[str, str] = {}
-    for witness, mover in moved:
-        chain.setdefault(witness.group, mover.metric)
-    effects = [pair for pair in moved if pair[0].is_effect]
-    witness, leader = max(effects or moved, key=lambda pair: abs(pair[1].z))
-    level = math.exp(witness.level(leader)) if witness.is_log else witness.level(leader)
+    low = grid[first - MERGE_POINTS] if first > MERGE_POINTS else 0
+    high = grid[last + MERGE_POINTS] if last + MERGE_POINTS < len(grid) - 1 else np.inf
     until = int(grid[last])
+    moves = [move for one in witnesses if (move := _move(one, low, high, until)) is not None]
+    moves.sort(key=lambda move: (move.mover.onset_step, GROUPS.index(move.witness.group)))
+    chain: dict[str, str] = {}
+    for move in moves:
+        chain.setdefault(move.witness.group, move.mover.metric)
+    effects = [move for move in moves if move.witness.is_effect]
+    leading = max(effects or moves, key=lambda move: abs(move.mover.z))
+    leader, level = leading.mover, leading.level
     return Anomaly(
         steps=(int(grid[first]), until),
         metric=leader.metric,
@@ -201,52 +190,54 @@ def _anomaly(
         peak_value=leader.peak_value,
         ratio=leader.peak_value / level if level * leader.peak_value > 0 else math.nan,
         percent=100 * leader.peak_step / total_steps,
-        has_recovered=all(_has_recovered(*pair, until) for pair in effects or [(witness, leader)]),
-        movers=tuple(mover for _, mover in moved),
+        has_recovered=all(move.has_recovered for move in effects or [leading]),
+        movers=tuple(move.mover for move in moves),
         chain=tuple(chain.values()),
     )
 
 
-def _mover(witness: Witness, low: float, high: float) -> Mover | None:
+class _Move(NamedTuple):
+    """How a metric moved in an interval."""
+
+    witness: Witness
+    mover: Mover
+    level: float
+    """The usual level when the metric began to move. Later levels do not serve: a loss that stays
+    high soon becomes the usual level.
+    """
+    has_recovered: bool
+    """True if the points after the interval are back at that level. The tolerance is 3 spreads, and
+    at most 20 % for a loss that is always positive.
+    """
+
+
+def _move(witness: Witness, low: float, high: float, until: int) -> _Move | None:
     """Return how a metric moved between two steps; None if it stayed in its range."""
-    start, stop = np.searchsorted(witness.series.steps, [low, high + 1])
-    steps, values, z = (
-        array[start:stop] for array in (witness.series.steps, witness.series.values, witness.z)
-    )
-    is_one_sided = witness.is_effect and witness.is_log
-    sizes = z if is_one_sided else np.abs(z)
+    steps, logged = witness.series.steps, witness.series.values
+    start, stop = np.searchsorted(steps, [low, high + 1])
+    z = witness.z[start:stop]
+    sizes = z if witness.is_effect and witness.is_log else np.abs(z)
     if not (sizes > ONSET_Z).any():
         return None
     outermost = int(np.argmax(sizes))
     sign = 1 if z[outermost] > 0 else -1
-    peak = int(np.argmax(sign * values)) if witness.is_effect else outermost
-    onset = int(np.argmax(sign * z > ONSET_Z))
-    return Mover(
-        witness.key,
-        sign,
-        float(z[outermost]),
-        int(steps[onset]),
-        int(steps[peak]),
-        float(values[peak]),
-    )
-
-
-def _has_recovered(witness: Witness, mover: Mover, last_step: int) -> bool:
-    """Return whether the points after an interval are back at the earlier usual level.
-
-    The tolerance is 3 spreads, and at most 20 % for a loss that is always positive.
-    """
-    index = int(np.searchsorted(witness.series.steps, last_step, side="right"))
-    after = witness.series.values[index : index + NUM_AFTER]
-    if len(after) < 3:
-        return False
-    level = float(np.median(np.log(after) if witness.is_log else after))
-    tolerance = 3 * float(witness.spread[np.searchsorted(witness.series.steps, mover.peak_step)])
+    peak = start + (np.argmax(sign * logged[start:stop]) if witness.is_effect else outermost)
+    onset = start + np.argmax(sign * z > ONSET_Z)
+    level = float(witness.levels[onset])
+    after = witness.values[np.searchsorted(steps, until, side="right") :][:NUM_AFTER]
+    tolerance = 3 * witness.spread[peak]
     if witness.group == "loss" and witness.is_log:
         tolerance = min(tolerance, LEAST_RISE)
-    return mover.sign * (level - witness.level(mover)) < tolerance
-
-
-def is_of(anomaly: Anomaly, *roles: str) -> bool:
-    """Return whether a metric with one of these roles moved in the anomaly."""
-    return any(mover.metric in ROLES[role] for role in roles for mover in anomaly.movers)
+    return _Move(
+        witness,
+        Mover(
+            witness.key,
+            sign,
+            float(z[outermost]),
+            int(steps[onset]),
+            int(steps[peak]),
+            float(logged[peak]),
+        ),
+        math.exp(level) if witness.is_log else level,
+        len(after) >= 3 and bool(sign * (np.median(after) - level) < tolerance),
+    )

@@ -153,7 +153,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "unstable": ("Training is unstable: the learning rate is too high.", "lower_rate", "clip"),
     "scale": (
         "An unusual scale of the loss or of the model; by itself no fault.",
-        "None needed where the loss falls steadily.",
+        "Nothing to do if the loss falls steadily.",
     ),
     "vanished": (
         "Nothing left to learn, a loss without label tokens, dead or frozen layers, or underflow.",
@@ -201,7 +201,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "Train on while it falls; else raise the violation penalty.",
     ),
     "far": ("A policy that is about to leave its reference.", "stronger_kl"),
-    "still": ("A policy that hardly moves.", "None needed where the reward rises."),
+    "still": ("A policy that hardly moves.", "Nothing to do if the reward rises."),
     "cut_off": (
         "The distribution of lengths has moved: answers run on to the limit, their format breaks "
         "and their reward is 0.",
@@ -241,7 +241,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "lower_rate",
     ),
     "values": (
-        "The value network no longer foretells the rewards: advantages are noise.",
+        "The value network no longer predicts the rewards: advantages are noise.",
         "Lower its learning rate, or go back to {checkpoint}.",
         "clip",
     ),

@@ -76,7 +76,6 @@ def _complete(check: Check, found: Finding, run: AnalysedRun) -> Finding:
         rule=check.name.partition(":")[0],
         metric=found.metric or (run.name(check.roles[0]) if check.roles else None),
         steps=found.steps and (int(found.steps[0]), int(found.steps[1])),
-        value=None if found.value is None else float(found.value),
         evidence=tuple(filter(None, found.evidence)),
         cause=found.cause.strip(),
         remedy=" ".join(sentence for sentence, _ in advice),

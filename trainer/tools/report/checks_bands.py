@@ -64,7 +64,8 @@ def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
     found = beyond(part, low=low, high=high, width=len(part) if is_whole else row.width, of=of)
     if found is None or len(part) < row.width:
         return
-    level, where = found.level, "" if is_whole else f" from step {found.steps[0]} on"
+    level = float(of(found.values))
+    where = "" if is_whole else f" from step {found.ends[0]} on"
     if row.width == 1:
         peak = np.argmax(part.values)
         level, where = part.values[peak], f" at step {part.steps[peak]}"
@@ -72,8 +73,8 @@ def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
     if np.isfinite([low, high]).all():
         usual = f"{number(low)} to {number(high)}"
     title = f"{row.what} is {number(level)}{where}; {usual} is usual."
-    limit = high if found.is_high else low
-    yield _finding(row, run, title, steps=found.steps, value=level, threshold=limit)
+    limit = high if level > (low + high) / 2 else low
+    yield _finding(row, run, title, steps=found.ends, value=level, threshold=limit)
 
 
 def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:

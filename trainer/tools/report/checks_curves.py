@@ -1,14 +1,15 @@
 """Checks of the loss, the gradient norm and the learning rate."""
 
+from collections.abc import Iterable
+from itertools import chain
+
 import numpy as np
 
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
-from trainer.tools.report.anomalies import is_of
 from trainer.tools.report.checks import START_STEPS, Findings, fail, finding, info, note, warn
 from trainer.tools.report.formatting import counted, interval, listed, number
 from trainer.tools.report.learning_rate import learning_rate, raised_rates, scheduled
-from trainer.tools.report.names import ROLES
-from trainer.tools.report.result import Anomaly, Mover
+from trainer.tools.report.result import Anomaly
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import Move, beyond, shift
 from trainer.tools.report.statistics import bins, is_falling, is_rising, noise, slope, within
@@ -44,26 +45,18 @@ JITTER = 0.1
 """Noise above this share of the loss is mentioned."""
 
 
-def _met(run: AnalysedRun, *roles: str) -> tuple[list[Anomaly], list[Mover]]:
-    """Return the anomalies in which metrics with these roles moved, and their moves."""
-    keys = {key for role in roles for key in ROLES[role]}
-    found = [anomaly for anomaly in run.anomalies if is_of(anomaly, *roles)]
-    return found, [mover for one in found for mover in one.movers if mover.metric in keys]
-
-
-def _span(anomalies: list[Anomaly]) -> tuple[int, int]:
-    return anomalies[0].steps[0], anomalies[-1].steps[1]
+def _span(anomalies: Iterable[Anomaly]) -> tuple[int, int]:
+    """Return the first and the last step of intervals."""
+    return min(one.steps[0] for one in anomalies), max(one.steps[1] for one in anomalies)
 
 
 @finding("loss_nonfinite")
 def nonfinite(run: AnalysedRun) -> Findings:
-    """Find losses and gradient norms that are not finite, and steps that the run logged as such."""
+    """Find losses and gradient norms that are not finite."""
     bad: dict[int, str] = {}
-    for key in (run.name("loss"), run.name("grad"), "train/nonfinite"):
-        if series := run.log.series.get(key):
-            is_counter = key == "train/nonfinite"
-            is_bad = series.values > 0 if is_counter else ~np.isfinite(series.values)
-            bad = dict.fromkeys(series.steps[is_bad].tolist(), key) | bad
+    for key in filter(None, (run.key("grad"), run.key("loss"))):
+        series = run.log.series[key]
+        bad |= dict.fromkeys(series.steps[~np.isfinite(series.values)].tolist(), key)
     if bad:
         first, last = min(bad), max(bad)
         yield fail(
@@ -72,7 +65,7 @@ def nonfinite(run: AnalysedRun) -> Findings:
             metric=bad[first],
             steps=(first, last),
             evidence=[f"steps {listed(map(str, sorted(bad)))}"],
-            cause="Overflow in 16 bit numbers, a learning rate too high, or a sample that breaks "
+            cause="Overflow in 16-bit numbers, a learning rate that is too high, or a sample that breaks "
             "the model.",
             remedy=("lower_rate", "clip", f"Look at the batch of step {first}."),
         )
@@ -86,7 +79,7 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
     """
     rise, rates = rise_of(losses), run.find("lr")
     before = within(losses, 0, rise.at) if rise else losses
-    is_at_peak = rates is not None and np.argmax(rates.values) == len(rates) - 1
+    is_at_peak = bool(rates) and np.argmax(rates.values) == len(rates) - 1
     is_warming_up = is_at_peak and run.last_step < run.total_steps
     first = bins(within(losses, 0, START_STEPS), NUM_STRETCHES)
     falls = is_falling(losses) or is_falling(before)
@@ -104,7 +97,7 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
             id="start",
             steps=first.ends,
             cause="A long warm-up, or noise larger than the progress of so few steps.",
-            remedy=("None needed where the rate was still warming up.",),
+            remedy=("Nothing to do if the learning rate was still warming up.",),
         )
 
 
@@ -163,11 +156,11 @@ def oscillating(run: AnalysedRun, losses: Series) -> Findings:
     if run.profile == "controller":
         swings, limit = Series(losses.steps, np.abs(losses.values)), POLICY_SWING
     found = beyond(swings, high=limit, width=max(10, len(swings) // 20))
-    if found and not is_falling(within(losses, *found.steps)):
+    if found and not is_falling(within(losses, *found.ends)):
         yield warn(
-            f"The loss swings violently ({number(found.level)}, limit {number(limit)}) from step "
-            f"{found.steps[0]} on, without getting better.",
-            steps=found.steps,
+            f"The loss swings violently ({number(np.median(found.values))}, limit {number(limit)}) "
+            f"from step {found.ends[0]} on, without getting better.",
+            steps=found.ends,
             cause="The learning rate is too large, or the batch too small.",
             remedy=("lower_rate", "larger_batch"),
         )
@@ -178,10 +171,10 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
     """Find intervals in which the loss left its usual range, with the hardest samples of the worst
     step.
     """
-    spikes, movers = _met(run, "loss")
-    if not movers:
+    spikes = run.moved("loss")
+    if not spikes:
         return
-    peak = max(movers, key=lambda mover: abs(mover.peak_value))
+    peak = max(chain(*spikes.values()), key=lambda mover: abs(mover.peak_value))
     rows = run.log.hardest_by_step.get(peak.peak_step, ())
     named = listed(f"{place} ({number(loss)})" for place, loss in rows[:NUM_ROWS])
     yield warn(
@@ -214,7 +207,7 @@ def jitter(run: AnalysedRun, losses: Series) -> Findings:
             evidence=[_phases(losses)],
             cause="Samples of unlike difficulty, small batches, sampled groups, the early phase of "
             "training.",
-            remedy=["None needed. To smooth it:", "larger_batch", *group],
+            remedy=["Nothing to do. To smooth it:", "larger_batch", *group],
         )
 
 
@@ -230,11 +223,11 @@ def explosions(run: AnalysedRun, norms: Series) -> Findings:
     """Find bursts of the gradient norm far above the highest median of any third of the run. If the
     run does not clip gradients, any burst counts.
     """
-    bursts, movers = _met(run, "grad")
-    if not movers:
+    bursts = run.moved("grad")
+    if not bursts:
         return
     usual = max(np.median(part) for part in np.array_split(norms.values, 3))
-    peak = max(movers, key=lambda mover: mover.peak_value)
+    peak = max(chain(*bursts.values()), key=lambda mover: mover.peak_value)
     is_unclipped = run.is_configured and not run.setting("clip")
     if is_unclipped or peak.peak_value > EXPLOSION * usual:
         yield warn(
@@ -245,7 +238,7 @@ def explosions(run: AnalysedRun, norms: Series) -> Findings:
                 f"{counted(len(bursts), 'burst')}: {listed(interval(a.steps) for a in bursts)}",
                 run.quoted("clip"),
             ],
-            cause="A batch or a policy far from the usual makes very large gradients; an unclipped "
+            cause="An unusual batch or policy makes very large gradients; an unclipped "
             "update then throws the weights further off.",
             remedy=("clip", "lower_rate"),
         )
@@ -301,7 +294,7 @@ def warmup(run: AnalysedRun, rates: Series) -> Findings:
 
 @finding("lr_too_high", "lr")
 def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Findings:
-    unstable, _ = _met(run, "loss", "grad", "kl", "update_kl")
+    unstable = run.moved("loss", "grad", "kl", "update_kl")
     told = learning_rate(rates, unstable, run.total_steps)
     part = told.anomalies_at_high_share or 0.0
     if len(unstable) > 1 and part > 0.5:
@@ -325,7 +318,7 @@ def learning(run: AnalysedRun) -> Findings:
     # a metric whose range is within 1 % of its level is constant
     if long and all(np.ptp(values) <= 0.01 * abs(np.median(values)) for values in long.values()):
         yield fail(
-            f"Nothing changes: {listed(long)} constant over the run.",
+            f"Nothing changes: {listed(long)} stayed constant over the run.",
             metric=next(iter(long)),
             cause="No update reaches the weights, or no sample carries a signal.",
             remedy=("Check that {lr} is above 0, that parameters are trained, and the labels.",),

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
-from trainer.tools.report.anomalies import is_of
 from trainer.tools.report.checks import (
     MAX_EVIDENCE,
     Findings,
@@ -32,7 +31,7 @@ def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     far = kl[kl.values > KL_FAR]
     if not far:
         return
-    met = [anomaly for anomaly in run.anomalies if is_of(anomaly, "kl")]
+    met = list(run.moved("kl"))
     # the few points after the first far one distinguish a jump from a ramp
     values = kl.values[: int(np.searchsorted(kl.steps, far.steps[0])) + 5]
     start = onset(np.log(values) if values.min() > 0 else values, 0, len(values))
@@ -89,20 +88,20 @@ def format_hacking(run: AnalysedRun) -> Findings:
     """Find a format reward that rises while the share of correct answers does not."""
     forms = [key for key in run.log.series if _FORMAT.search(key)]
     right = run.find("correct") or run.find("accuracy")
-    if not forms or right is None:
-        raise NotJudged("the log has no format reward beside one for being right")
+    if not forms or not right:
+        raise NotJudged("the log lacks a format reward or the share of correct answers")
     for key in forms:
         values = finite(run.log.series[key])
         form = slope(values)
         is_learnt = is_rising(values) and form.relative_change > 0.05
         if is_learnt and not is_rising(right):
             yield warn(
-                f"{key} rises by {number(form.change)} while the share of right answers does not.",
+                f"{key} rises by {number(form.change)} while the share of correct answers does not.",
                 id=key,
                 metric=key,
                 steps=(began(values), values.steps[-1]),
                 cause="The policy learns the form of an answer, not its content: format hacking.",
                 remedy=(
-                    "Lower the weight of the format reward, or give it only to right answers.",
+                    "Lower the weight of the format reward, or give it only to correct answers.",
                 ),
             )

@@ -39,23 +39,23 @@ def missing_checkpoints(run: AnalysedRun) -> Findings:
     by `prune` or because the run continued from a mirror, which keeps few. Checkpoints older than
     the oldest existing one were rotated away.
     """
-    every, existing = run.amount("save"), {state.step for state in run.log.checkpoints}
-    if not every or every < 1 or not existing:
+    every, existing = int(run.amount("save") or 0), {state.step for state in run.log.checkpoints}
+    if not every or not existing:
         raise NotJudged("the save cadence is not known, or the log has no checkpoints next to it")
     known = existing | {event.step for event in run.log.events if event.kind == "checkpoint"}
     # in a log with a row for every step, a missing row means that the step was skipped
     losses, skipped = run.find("loss"), set()
-    if losses is not None and len(losses) > 1 and np.median(np.diff(losses.steps)) == 1:
+    if len(losses) > 1 and np.median(np.diff(losses.steps)) == 1:
         skipped = set(range(run.last_step + 1)) - set(losses.steps.tolist())
-    expected = range(int(every), run.last_step + 1, int(every))
+    expected = range(every, run.last_step + 1, every)
     missing = [at for at in expected if at > min(existing) and at not in known | skipped]
     if missing:
         yield fail(
-            f"No checkpoint for {listed(f'step {at}' for at in missing)}, where one was to be "
-            f"saved.",
+            f"The run saves every {every} steps, but has no checkpoint of "
+            f"{listed(f'step {at}' for at in missing)}.",
             steps=(missing[0], missing[-1]),
             cause="Saving failed, or the checkpoints were deleted.",
-            remedy=("Look for errors of saving in the log, and at the free space.",),
+            remedy=("Look for save errors in the log, and check the free disk space.",),
         )
 
 
@@ -85,7 +85,7 @@ def ending(run: AnalysedRun) -> Findings:
     """Find a last attempt that ended with an error."""
     log = run.log
     if log.exit_code is None:
-        raise NotJudged("no end was written")
+        raise NotJudged("the log has no end event")
     if log.exit_code:
         errors = [f"step {one.step}: {one.message}" for one in log.events if one.level == "error"]
         yield warn(
@@ -103,7 +103,7 @@ def serving(run: AnalysedRun) -> Findings:
     for proof in run.log.proofs:
         if not proof.is_equal:
             yield fail(
-                f"The export of step {proof.step} does not serve what was trained: "
+                f"The export of step {proof.step} is not served with its validation loss: "
                 f"{'; '.join(proof.causes)}.",
                 id=str(proof.step),
                 steps=(proof.step, proof.step),
@@ -113,7 +113,7 @@ def serving(run: AnalysedRun) -> Findings:
                 ],
                 cause="The export, or the engine's reading of it, is not the model that was "
                 "validated.",
-                remedy=("Do not deploy it. Export its checkpoint again and prove that.",),
+                remedy=("Do not deploy it. Export the checkpoint again, then run `prove` on it.",),
             )
 
 
@@ -131,7 +131,7 @@ def too_little(run: AnalysedRun) -> str:
 def enough(run: AnalysedRun) -> Findings:
     """Report that a log is too short for a verdict."""
     if reason := too_little(run):
-        remedy = ("Let it run on, or log more often.",)
+        remedy = ("Let the run continue, or log more often.",)
         yield info(f"Too little was logged: {reason}.", remedy=remedy)
 
 
@@ -147,7 +147,7 @@ def guarded(run: AnalysedRun) -> Findings:
             id="rollback" if undone else "severe",
             steps=(met[0].step, met[-1].step),
             evidence=[f"step {event.step}: {event.message}" for event in met[-3:]],
-            cause="Batches, or a rank, that did harm.",
+            cause="Harmful batches, or a faulty rank.",
             remedy=(
                 "Look at the samples of these steps in row_losses.jsonl and take bad ones out of the data.",
             ),

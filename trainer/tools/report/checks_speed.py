@@ -45,7 +45,7 @@ MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
 def throughput(run: AnalysedRun) -> Throughput | None:
     """Return how the time of a step is divided; None if the log has no times."""
     phases, times = _phases(run), run.find("ordinary_time")
-    if times is None and not phases:
+    if not times and not phases:
         return None
     parts_s = sum(phases.values())
     values = times.values if times else np.array([parts_s])
@@ -95,8 +95,8 @@ def crashes(run: AnalysedRun) -> Findings:
     if not met:
         return
     evidence = [f"step {event.step}: {event.message}" for event in met]
-    cause = "A rank that hangs or died lets all others wait."
-    remedy = "Look at the stacks and the log of the rank named there."
+    cause = "When a rank hangs or dies, all others wait for it."
+    remedy = "Read the stacks and the log of the rank that the error names."
     if any(map(MEMORY.search, evidence)):
         cause, remedy = "Too little device memory.", "memory"
     yield fail(

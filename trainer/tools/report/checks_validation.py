@@ -1,7 +1,8 @@
 """Checks of results on held-out samples: the best step, overfitting, the checkpoint to take."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,43 +30,52 @@ and by more than this many standard deviations of their noise.
 """
 
 
-class Criterion(NamedTuple):
-    """The metric by which checkpoints are compared, with its finite points."""
+@dataclass(frozen=True)
+class Criterion:
+    """The metric by which checkpoints are compared, with its value at each step."""
 
     metric: str
-    points: Series
+    values: Mapping[int, float]
     sign: int = 1
     """-1 where lower is better."""
 
+    def rank(self, step: int) -> float:
+        """Return a number that is higher for a better step, and lowest for a step without value."""
+        return self.sign * self.values.get(step, -self.sign * math.inf)
 
-def _losses(run: AnalysedRun, *, least: int = MIN_EVALS) -> tuple[Series, Floats]:
-    """Return the validation losses, and the level of the training loss at each of them.
 
-    The level is the median of the training losses since the previous validation, at most
-    `NUM_AROUND` of them; NaN if there are none. Raises `NotJudged` for fewer than `least`
-    validations, and for a policy, whose loss is noise around 0.
+def _val_losses(run: AnalysedRun, *, least: int = MIN_EVALS) -> Series:
+    """Return the validation losses.
+
+    Raises `NotJudged` for fewer than `least`, and for a policy, whose loss is noise around 0.
     """
-    val, train = run.get("val_loss", least=least), run.find("loss")
-    losses = [val.values.min(), train.values.min() if train else np.inf]
-    if run.profile == "controller" or (run.profile == "grpo" and min(losses) <= 0):
-        raise NotJudged(
-            "the loss is that of a policy, which changes its sign: rewards tell how good it is"
-        )
-    if train is None:
-        return val, np.full(len(val), np.nan)
+    val = run.get("val_loss", least=least)
+    lowest = np.concatenate([val.values, run.find("loss").values]).min()
+    if run.profile == "controller" or (run.profile == "grpo" and lowest <= 0):
+        raise NotJudged("the loss of a policy changes its sign; its rewards show how good it is")
+    return val
+
+
+def _trained(run: AnalysedRun, val: Series) -> Floats:
+    """Return the level of the training loss at each validation.
+
+    It is the median of the training losses since the previous validation, at most `NUM_AROUND` of
+    them; NaN if there are none.
+    """
+    train = run.find("loss")
     stops = np.searchsorted(train.steps, val.steps, side="right")
     starts = np.maximum([0, *stops[:-1]], stops - NUM_AROUND)
-    pairs = zip(starts, stops, strict=True)
-    return val, np.array([np.median(train.values[a:b]) if b > a else np.nan for a, b in pairs])
+    parts = [train.values[a:b] for a, b in zip(starts, stops, strict=True)]
+    return np.array([np.median(part) if len(part) else np.nan for part in parts])
 
 
 def _measured(run: AnalysedRun) -> Criterion | None:
     """Return the validation loss, or for a policy its reward or accuracy on held-out samples."""
     try:
-        return Criterion("validation loss", _losses(run, least=1)[0], sign=-1)
+        return Criterion("validation loss", _val_losses(run, least=1).by_step(), sign=-1)
     except NotJudged:
         results = (
-            Criterion(run.name(role), points)
+            Criterion(run.name(role), points.by_step())
             for role in ("val_reward", "val_accuracy")
             if (points := run.find(role))
         )
@@ -77,8 +87,8 @@ def _evaluated(run: AnalysedRun) -> Criterion | None:
     name = deciding(run.log.evaluations)
     if name is None:
         return None
-    means = {step: float(row["mean"]) for step, row in sorted(run.log.evaluations[name].items())}
-    return Criterion(name, Series(np.array([*means]), np.array([*means.values()])))
+    rows = run.log.evaluations[name]
+    return Criterion(name, {step: float(rows[step]["mean"]) for step in sorted(rows)})
 
 
 def generalisation(run: AnalysedRun) -> Generalisation | None:
@@ -93,29 +103,28 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     measured = _measured(run) or evaluated
     if measured is None:
         return None
-    values, verdicts = measured.points.by_step(), {}
+    values, verdicts = measured.values, {}
     if measured.sign < 0:
-        _, trained = _losses(run, least=1)
-        told = judge_validations(measured.points.values.tolist(), trained.tolist())
+        trained = _trained(run, run.find("val_loss")).tolist()
+        told = judge_validations(list(values.values()), trained)
         verdicts = dict(zip(values, told, strict=True))
-    best = max(values, key=lambda step: measured.sign * values[step])
+    best = max(values, key=measured.rank)
     decisive = evaluated or measured
-    results = decisive.points.by_step()
+    results = decisive.values
 
     def rank(step: int) -> tuple[float, float]:
-        second = measured.sign * values[step] if step in values else -math.inf
-        return decisive.sign * results[step], second
+        return decisive.rank(step), measured.rank(step)
 
     existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
     kept = max(sorted(existing.keys() & results.keys()), key=rank, default=None)
     wanted = max(results, key=rank)
-    reason = f"{'Lowest' if decisive.sign < 0 else 'Highest'} {decisive.metric}, "
-    if kept is None:
+    chosen, which = kept, ", of the checkpoints that exist"
+    if chosen is None:
         none = "no complete checkpoint was validated" if existing else "no checkpoint is known"
-        reason += f"{number(results[wanted])}; {none}."
-    else:
-        reason += f"{number(results[kept])}, of the checkpoints that exist."
-    if kept not in (None, wanted):
+        chosen, which = wanted, f"; {none}"
+    extreme = "Lowest" if decisive.sign < 0 else "Highest"
+    reason = f"{extreme} {decisive.metric}, {number(results[chosen])}{which}."
+    if chosen != wanted:
         reason += f" The best, {number(results[wanted])} at step {wanted}, was not kept."
     if evaluated:
         reason += " It outranks the validation loss."
@@ -124,11 +133,11 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
         values=values,
         best_step=best,
         best_value=values[best],
-        last_value=float(measured.points.values[-1]),
+        last_value=list(values.values())[-1],
         verdicts=verdicts,
         overfit_step=next((at for at, told in verdicts.items() if told == "overfit"), None),
-        recommended_step=wanted if kept is None else kept,
-        recommended_path=None if kept is None else existing[kept],
+        recommended_step=chosen,
+        recommended_path=existing.get(chosen),
         reason=reason,
     )
 
@@ -136,7 +145,7 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
 @finding("val_rising", "val_loss")
 def validation_rises(run: AnalysedRun, _: Series) -> Findings:
     """Find the longest run of consecutive rises, if the loss rose by more than noise."""
-    val, _trained = _losses(run)
+    val = _val_losses(run)
     begins, ends = runs(np.diff(val.values) > 0)
     rises = max(ends - begins, default=0)
     if rises < MIN_RISES:
@@ -161,8 +170,7 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
     """Find the step from which on the validation loss is clearly above its best while the training
     loss falls.
     """
-    val, _trained = _losses(run)
-    told = generalisation(run)
+    val, told = _val_losses(run), generalisation(run)
     if told is None or told.overfit_step is None:
         return
     at, kept = told.overfit_step, [one.step for one in run.log.checkpoints if one.is_complete]
@@ -185,7 +193,8 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
 @finding("val_leak", "val_loss", "loss", profiles=("sft",))
 def leaked(run: AnalysedRun, _: Series, train: Series) -> Findings:
     """Find a validation loss that stays lower than the training loss by more than their noise."""
-    val, trained = _losses(run)
+    val = _val_losses(run)
+    trained = _trained(run, val)
     sigma = curve_noise(val.values) + noise(train.values) / NUM_AROUND**0.5
     lead = np.nanmin(trained - val.values)
     # the levels are comparable only for pretrained weights and a loss that falls steadily

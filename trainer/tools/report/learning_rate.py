@@ -52,8 +52,10 @@ def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
         stop = stop if falls_back else len(values)
         peak = float(values[start:stop].max())
         found.append(RaisedRate(series[start:stop].ends, level, peak, falls_back))
+        if len(found) > MAX_STRETCHES:
+            return ()
         free = stop + 1
-    return tuple(found) if len(found) <= MAX_STRETCHES else ()
+    return tuple(found)
 
 
 def scheduled(series: Series) -> Series:

@@ -28,24 +28,9 @@ BAND_SIGMA = 3
 """A level is beyond a band if it is this many standard deviations of a level outside."""
 MIN_COURSE = 8
 """Fewer points than this show a level but not a course."""
-MAX_PLACES = 400
-"""A stretch with more points than this is first averaged to about this many, at each of which an
-onset is tried.
-"""
+ALMOST_ZERO = 1e-12
+"""A step or bend that differs from a straight line by less than this share cannot be located."""
 TINY = np.finfo(float).tiny
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """The part of a series in which its level was beyond a band."""
-
-    points: Series
-    level: float
-    is_high: bool
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        return self.points.ends
 
 
 def beyond(
@@ -55,8 +40,8 @@ def beyond(
     high: float = math.inf,
     width: int = 0,
     of: Callable[..., Floats] = np.median,
-) -> Stretch | None:
-    """Find the first stretch in which the level of `width` points is beyond a band.
+) -> Series | None:
+    """Return the first stretch of points in which the level of `width` points is beyond a band.
 
     The stretch begins where the level starts to move towards the limit.
     """
@@ -68,26 +53,28 @@ def beyond(
     deviation = spread(windows - np.median(windows, axis=1)[:, None])
     is_whole = width == len(series)
     margin = 0 if is_whole else BAND_SIGMA * MEDIAN_SPREAD * deviation / math.sqrt(width)
-    begins, ends = runs((levels < low - margin) | (levels > high + margin))
+    begins, ends = runs(np.maximum(low - levels, levels - high) > margin)
     if not len(begins):
         return None
-    first = int(starts[begins[0]]) if begins[0] else 0
-    last = int(starts[ends[0] - 1]) + width
-    is_high = bool(levels[begins[0]] > high)
-    values = series.values[:last]
-    outside = np.flatnonzero(values[first:] > high if is_high else values[first:] < low)
-    begin, end = first + int(outside[0]), first + int(outside[-1]) + 1
+    first, stop = int(starts[begins[0]]), int(starts[ends[0] - 1]) + width
+    values = series.values[:stop]
+    outside = first + np.flatnonzero((values[first:] < low) | (values[first:] > high))
+    begin = outside[0]
     if begins[0] and width >= LEAST_WIDTH:
         begin = onset(values, max(0, first - 2 * width), first + width, is_level=True)
-    return Stretch(series[begin:end], float(of(values[begin:end], axis=0)), is_high)
+    return series[begin : outside[-1] + 1]
 
 
 def _windows(values: Floats, width: int) -> tuple[Floats, Ints]:
-    """Return overlapping windows as rows, and their starts. The last one ends at the last value."""
+    """Return overlapping windows as rows, and their starts. The last one ends at the last value.
+    The first one stands for all values before it.
+    """
     stride = max(1, width // PLACES_PER_WIDTH, len(values) // MAX_WINDOWS)
     first = (len(values) - width) % stride
     windows = rolling(values[first:], width, stride)
-    return windows, first + stride * np.arange(len(windows))
+    starts = first + stride * np.arange(len(windows))
+    starts[0] = 0
+    return windows, starts
 
 
 @dataclass(frozen=True)
@@ -109,15 +96,14 @@ def shift(
     *,
     sign: int,
     ratio: float = 1.0,
-    rise: float = 0.0,
     share: float = 0.25,
     sigma: float = SIGMA,
     width: int = 0,
 ) -> Move | None:
     """Find a stretch in which medians of `width` points are above the best earlier median.
 
-    With `sign` -1, find one in which they are below it. The difference must exceed each of these:
-    `sigma` standard deviations of such a median, `rise`, and a `share` of the range of all levels.
+    With `sign` -1, find one in which they are below it. The difference must exceed both `sigma`
+    standard deviations of such a median and a `share` of the range of all levels.
     If `ratio` is not 1, levels are compared in logarithms and must also differ by that ratio. Of
     several stretches, the one that lasts to the end counts, otherwise the longest.
     """
@@ -134,7 +120,7 @@ def shift(
     half = len(values) // 2
     noisier = max(noise(values[:half]), noise(values[half:]))
     chance = MEDIAN_SPREAD * noisier / math.sqrt(width)
-    least = max(rise, abs(math.log(ratio)), sigma * chance, share * float(np.ptp(levels)))
+    least = max(abs(math.log(ratio)), sigma * chance, share * float(np.ptp(levels)))
     begins, ends = runs((earlier >= 0) & (levels - best > least))
     if not len(begins):
         return None
@@ -142,8 +128,15 @@ def shift(
     chosen = -1 if is_lasting else int(np.argmax(ends - begins))
     begin, end = int(begins[chosen]), int(ends[chosen])
     stop = int(starts[end - 1]) + width
-    at = _onset_of_shift(values[:stop], levels[:end], starts, begin, best[begin] + chance, width)
-    before, after = (sign * float(level) for level in (best[begin], levels[begin:end].max()))
+    # for slow rises, search from the last window at the usual level until half has risen
+    at_usual = np.flatnonzero(levels[:begin] <= best[begin] + chance)
+    low = int(starts[at_usual[-1]]) if len(at_usual) else 0
+    highest = levels[begin:end].max()
+    is_half = levels[begin:end] >= (best[begin] + highest) / 2
+    high = int(starts[begin + np.argmax(is_half)])
+    is_level = width < MIN_COURSE
+    at = onset(values, max(0, low - (2 - is_level) * width), high + width, is_level=is_level)
+    before, after = (sign * float(level) for level in (best[begin], highest))
     return Move(
         steps=series[at:stop].ends,
         at=int(series.steps[max(at - 1, 0)]),
@@ -153,47 +146,30 @@ def shift(
     )
 
 
-def _onset_of_shift(
-    values: Floats, levels: Floats, starts: Ints, begin: int, usual: float, width: int
-) -> int:
-    """Return the index at which a shift begins. Window `begin` is the first that proves the shift.
-
-    The search starts a little before the last window at the usual level, and ends where the level
-    has risen by half.
-    """
-    at_usual = np.flatnonzero(levels[: begin + 1] <= usual)
-    low = int(starts[at_usual[-1] if len(at_usual) else begin])
-    is_half = levels[begin:] >= (usual + levels[begin:].max()) / 2
-    last = int(starts[begin + int(np.argmax(is_half))]) + width
-    is_level = width < MIN_COURSE
-    first = max(0, low - (1 if is_level else 2) * width)
-    return onset(values, first, last, is_level=is_level)
-
-
 def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> int:
     """Return the index in [first, last) at which values leave their straight course.
 
     With `is_level`, they leave their constant level. Among all steps and bends, the one with the
     best least-squares fit is chosen.
     """
-    stride = max(1, (last - first) // MAX_PLACES)
-    edges = np.arange(first, last, stride)
-    points = np.add.reduceat(values[:last], edges) / np.diff(edges, append=last)
-    x = np.arange(len(points))
-    if len(x) < 6:
+    points = values[first:last]
+    if len(points) < 6:
         return first
-    since = x[:, None] - x[None, 2:-1]
-    candidates = np.stack([since >= 0, np.maximum(since + 1, 0)]).astype(np.float64)
-    line, _ = np.linalg.qr(np.vander(x, 1 if is_level else 2))
-    apart, left = candidates - line @ (line.T @ candidates), points - line @ (line.T @ points)
-    gains = (left @ apart) ** 2 / (apart**2).sum(axis=1)
-    at = int(edges[2 + np.argmax(gains.max(axis=0))])
-    steps, bends = gains.max(axis=1)
-    if stride == 1 or bends > steps:
-        return at
-    # locate a step again, now point by point
-    near = MAX_PLACES // 4
-    return onset(values, max(first, at - near), min(last, at + near), is_level=is_level)
+    line, _ = np.linalg.qr(np.vander(np.arange(len(points)), 1 if is_level else 2))
+    left = points - line @ (line.T @ points)
+    num_after = np.arange(len(points), 0, -1.0)
+    norms = (num_after, num_after * (num_after + 1) * (2 * num_after + 1) / 6)
+    gains = []
+    for norm in norms:  # of steps that begin at each index, then of bends, which are sums of steps
+        left, line = _tail_sums(left), _tail_sums(line)
+        apart = norm - (line**2).sum(axis=1)
+        gains.append(left**2 / np.maximum(apart, ALMOST_ZERO * norm))
+    return first + 2 + int(np.argmax(np.maximum(*gains)[2:-1]))
+
+
+def _tail_sums(values: Floats) -> Floats:
+    """Return the sum from each index to the end."""
+    return np.cumsum(values[::-1], axis=0)[::-1]
 
 
 def began(series: Series) -> int:

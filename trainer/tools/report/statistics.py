@@ -40,10 +40,11 @@ def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
     """
     if len(series) <= num_bins:
         return series
-    edges = np.linspace(0, len(series), num_bins + 1).astype(np.int64)
-    counts = np.diff(edges)
-    steps = np.add.reduceat(series.steps, edges[:-1]) // counts
-    return Series(steps, np.add.reduceat(series.values, edges[:-1]) / counts)
+    steps, values = (
+        np.array([part.mean() for part in np.array_split(column, num_bins)])
+        for column in (series.steps, series.values)
+    )
+    return Series(steps.astype(np.int64), values)
 
 
 def epoch_means(series: Series, epochs: Series) -> Series:

@@ -1,27 +1,13 @@
 """The meanings of metrics in logs from this trainer and others."""
 
 from functools import cache
+from itertools import chain
 
 from trainer.tools.report.names import ROLES
 from trainer.tracking import metrics
 from trainer.tracking.metrics.words import Metric, entry_of, split_reducer
 
 _ORDER = [key for keys in ROLES.values() for key in keys]
-
-
-def lookup(key: str) -> Metric | None:
-    """Return the table entry for a key of any trainer's log, or None.
-
-    `eval/` is an alternative spelling of `val/`. Other trainers' names may have a prefix `train/`,
-    `val/` or `eval/` that the table lacks. A suffix such as `@sum` is ignored.
-    """
-    name, _ = split_reducer(key)
-    split, _, rest = name.partition("/")
-    ours = f"val/{rest}" if split == "eval" else name
-    bare = rest if split in ("train", "val", "eval") else name
-    own = metrics.find(name) or metrics.find(ours)
-    foreign = (entry_of(spelling, metrics.FOREIGN) for spelling in (name, ours, bare))
-    return own or next(filter(None, foreign), None)
 
 
 def role_order(key: str) -> tuple[int, str]:
@@ -31,5 +17,17 @@ def role_order(key: str) -> tuple[int, str]:
 
 @cache
 def meaning(key: str) -> Metric:
-    """Return the entry for a key of any trainer's log, or an entry that says the key is unknown."""
-    return lookup(key) or lookup(f"train/{key}") or Metric(key, "1", "none", "Unknown metric.")
+    """Return the entry for a key of any trainer's log, or an entry that says the key is unknown.
+
+    `eval/` is an alternative spelling of `val/`. Other trainers' names may have or lack a prefix
+    `train/`, `val/` or `eval/`. A suffix such as `@sum` is ignored.
+    """
+    name, _ = split_reducer(key)
+    split, _, rest = name.partition("/")
+    ours = f"val/{rest}" if split == "eval" else name
+    bare = rest if split in ("train", "val", "eval") else name
+    spellings = (name, ours, f"train/{name}")
+    own = map(metrics.find, spellings)
+    foreign = (entry_of(spelling, metrics.FOREIGN) for spelling in (*spellings, bare))
+    unknown = Metric(key, "1", "none", "Unknown metric.")
+    return next(filter(None, chain(own, foreign)), unknown)

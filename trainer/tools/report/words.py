@@ -29,7 +29,7 @@ def story(anomalies: tuple[Anomaly, ...]) -> str:
         if len(chain) > 1 and times > max(1, len(anomalies) / 2):
             return (
                 f"The chain {' → '.join(chain)} recurs: {times} of {len(anomalies)} intervals "
-                f"between steps {anomalies[0].peak_step} and {anomalies[-1].peak_step} set in in "
+                f"between steps {anomalies[0].peak_step} and {anomalies[-1].peak_step} begin in "
                 f"this order, so it is no single accident."
             )
     return ""
@@ -50,7 +50,7 @@ def why_recovered(run: AnalysedRun) -> str:
     """
     passed = sum(anomaly.has_recovered for anomaly in run.anomalies)
     rates, clip = run.find("lr"), run.setting("clip")
-    falls = rates is not None and rates.values[-1] < 0.95 * rates.values.max()
+    falls = bool(rates) and rates.values[-1] < 0.95 * rates.values.max()
     reasons = {
         f"gradient clipping ({run.quoted('clip')}) limits the updates that follow": clip,
         "the KL penalty pulls the policy back once it is far away": run.key("kl"),

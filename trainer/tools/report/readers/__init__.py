@@ -11,16 +11,17 @@ from trainer.tools.report.readers.console import read_console
 from trainer.tools.report.readers.csv_rows import read_csv
 from trainer.tools.report.readers.event_files import read_event_files
 from trainer.tools.report.readers.json_rows import read_json_lines, read_log_history
+from trainer.tools.report.readers.own import add_run_directory
 from trainer.tools.report.readers.store import Store
 from trainer.tools.report.run_log import RunLog, UnreadableLogError
+from trainer.tracking import metrics_file, run_info
 
 FIX = (
     "Fix: give a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_state.json, "
     "training_history.csv, a CSV with a step column, TensorBoard event files, JSON lines with a "
     "step, or the captured console of verl or ROLL"
 )
-Reader = Callable[[Path, Store], None]
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[[Path, Store], None]] = {
     # ms-swift makes a directory v<N>-<time> for each start; transformers makes checkpoint-<step>.
     "metrics.jsonl logging.jsonl v*-*/logging.jsonl *.jsonl *.ndjson": read_json_lines,
     "trainer_state.json checkpoint-*/trainer_state.json *.json": read_log_history,
@@ -68,13 +69,17 @@ def _version(path: Path) -> list[list[int]]:
 
 def _read(path: Path) -> RunLog:
     open_regular(path).close()  # refuses anything but a regular file
+    is_part = PARTS_OF_RUNS.fullmatch(path.parent.name)
+    run_dir = path.parent.parent if is_part else path.parent
     store = Store()
-    read: Reader = read_console
-    for patterns, reader in READERS.items():
-        if any(map(path.absolute().match, patterns.split())):
-            read = reader
-    read(path, store)
+    if path.name == metrics_file.FILE_NAME or (run_dir / run_info.FILE_NAME).exists():
+        add_run_directory(run_dir, store)
+    read = (
+        reader
+        for patterns, reader in READERS.items()
+        if any(map(path.absolute().match, patterns.split()))
+    )
+    next(read, read_console)(path, store)
     config = flat(read_object(path.parent / "args.json"))
     store.facts["config"] = config | store.facts.get("config", {})
-    is_part = PARTS_OF_RUNS.fullmatch(path.parent.name)
-    return store.log(path, path.parent.parent if is_part else path.parent)
+    return store.log(path, run_dir)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from trainer.runtime.files import read_regular
 from trainer.runtime.json_lines import JsonLines, parsed, read_object
-from trainer.tools.report.readers.own import add_run_directory
 from trainer.tools.report.readers.parsing import as_step, step_key
 from trainer.tools.report.readers.store import Store
 from trainer.tracking import metrics_file
@@ -21,7 +20,7 @@ SUMMARY_KEYS = {"log_history", "best_model_checkpoint", "train_runtime"}
 
 
 def read_json_lines(path: Path, store: Store) -> None:
-    """Read JSON objects, one per line. For our own log, also read the other files of the run."""
+    """Read JSON objects, one per line."""
     lines = JsonLines(path, is_final=True)
     for _, row in lines:
         step = row.get(step_key(row) or "")
@@ -38,8 +37,6 @@ def read_json_lines(path: Path, store: Store) -> None:
             nonfinite = row.pop("nonfinite", {})
             store.add(step, row | nonfinite if isinstance(nonfinite, dict) else row)
     store.num_unparsed += lines.num_unparsed
-    if path.name == metrics_file.FILE_NAME:
-        add_run_directory(path.parent, store)
 
 
 def read_log_history(path: Path, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Reads the files that accompany `metrics.jsonl` in this trainer's run directory."""
+"""Reads the files that accompany a log in this trainer's run directory."""
 
 from pathlib import Path
 

@@ -85,8 +85,11 @@ class Store:
         series = self._series()
         clocks = [series.pop(key) for key in CLOCKS if key in series]
         if ELAPSED in series:
-            clocks.append(series[ELAPSED])
-            series.setdefault(STEP_TIME, _time_per_step(series[ELAPSED]))
+            elapsed = series[ELAPSED]
+            clocks.append(elapsed)
+            step_s = np.diff(elapsed.values) / np.diff(elapsed.steps)
+            # a restart resets the clock
+            series.setdefault(STEP_TIME, Series(elapsed.steps[1:], step_s)[step_s >= 0])
         return RunLog(
             path=path,
             series=series,
@@ -112,11 +115,3 @@ class Store:
             if len(kept):
                 series.setdefault(key, Series(steps[kept], values[kept] * factor))
         return series
-
-
-def _time_per_step(elapsed: Series) -> Series:
-    """Return the seconds per step. Intervals in which the clock was reset by a restart are left
-    out.
-    """
-    step_s = np.diff(elapsed.values) / np.diff(elapsed.steps)
-    return Series(elapsed.steps[1:], step_s)[step_s >= 0]
