@@ -197,10 +197,17 @@ def contradictions(config: Config) -> Iterator[str]:
         ),
         ("model.freeze", "LoRA", model.freeze and has_lora),
         ("model.new_tokens", "LoRA", model.new_tokens and has_lora),
+        (
+            "model.modules_to_save",
+            "model.lora_adapter_path",
+            model.modules_to_save and model.lora_adapter_path,
+        ),
     )
     for name, other, are_both_set in excluding:
         if are_both_set:
             yield f"'{name}' does not work with {other}. Fix: remove one of them"
+    if model.modules_to_save and not has_lora:
+        yield "'model.modules_to_save' is a setting of LoRA. Fix: set model.lora_rank, or remove it"
     if model.has_adapters and (model.random_weights or model.partial_pretrain == QUICKSTART):
         yield (
             "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, because "
