@@ -326,6 +326,17 @@ def test_modules_trained_in_full_are_resumed_and_exported_for_peft(tmp_path, fam
     assert all(torch.allclose(begun[name], stored[name], atol=1e-7) for name in stored)
 
 
+def test_a_run_on_nf4_weights_is_resumed_and_never_continued_on_plain_ones(tmp_path):
+    prepare(tmp_path, "qwen3")  # samples and tokenizer
+    model, lora = tmp_path / "model", ("model.lora_rank=4", "model.load_in_4bit=true")
+    save_model(model, "qwen3", hidden_size=64, intermediate_size=128)
+    assert interrupted_run(tmp_path, model, *lora) == EQUAL
+    words = words_of_run(tmp_path, model, tmp_path / "killed")
+    longer = "trainer.total_training_steps=8"
+    output = start(tmp_path / "killed", 1, *words, "model.lora_rank=4", longer, code=2)
+    assert "model.load_in_4bit: True -> False   <- refused" in output
+
+
 def spoil_a_gradient() -> None:
     """In every rank: the norm of one step is NaN, once, and the guard gives up at the first."""
     from trainer.train import guard, step

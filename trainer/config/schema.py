@@ -130,6 +130,10 @@ class ModelConfig:
         "endings such as [q_proj,experts.down_proj], or a regular expression for whole names",
         not_empty,
     )
+    load_in_4bit: bool = key(
+        False,
+        "LoRA: hold the frozen weights of linear layers in NF4, 4.5 bits each (QLoRA)",
+    )
     modules_to_save: list[str] = key(
         [],
         "LoRA: modules that are trained in full beside the adapters, by the last part of their names: "

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainer.config import ConfigError, ModelConfig, names_matching
-from trainer.model import expert_adapters, load, lora_layers
+from trainer.model import expert_adapters, load, lora_layers, nf4
 from trainer.model.adapter_names import (
     ADAPTER_WEIGHTS,
     NAME,
@@ -104,6 +104,9 @@ def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
         own: Any = model
         settings = own.peft_config[NAME]
         text = lora_layers.summary(model, rank=settings.r)
+        layers = [module for module in model.modules() if isinstance(module, nf4.Nf4Linear)]
+        if layers:
+            text += f"; {len(layers)} linear layers in NF4"
         if settings.modules_to_save:
             text += f"; trained in full: {', '.join(settings.modules_to_save)}"
         logger.info("%s", labelled("adapters", text))
@@ -161,6 +164,7 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             f"model.lora_dropout={config.lora_dropout}: adapters of experts do not support dropout.\n"
             f"Fix: model.lora_dropout=0"
         )
+    in_4_bits = lora_layers.chosen(model, lora_layers.ALL_LINEAR, said="")
     in_full = lora_layers.ends_named(model, settings.modules_to_save or [])
     settings.modules_to_save = None  # peft would add a copy of each module
     # full names, passed as an adapter's tensors: peft reads some target_modules differently
@@ -177,6 +181,8 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             ) from error
     for name, weights in of_experts.items():
         expert_adapters.adapt(model, name, weights, settings)
+    if config.load_in_4bit:
+        _hold_in_4_bits(model, in_4_bits)
     for end in in_full.values():
         end.requires_grad_(True)
     if in_full:
@@ -189,6 +195,16 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
     if settings.target_parameters:
         # peft refuses dropout with target_parameters; only training needs it
         settings.lora_dropout = 0.0
+
+
+def _hold_in_4_bits(model: PreTrainedModel, names: list[str]) -> None:
+    """Replace linear layers, inside their adapters, by layers with NF4 weights."""
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        if hasattr(layer, "base_layer"):
+            name, layer = f"{name}.base_layer", layer.base_layer
+        if nf4.can_hold(layer):
+            model.set_submodule(name, nf4.Nf4Linear(layer))
 
 
 def _adapted_in(file: Path, places: Places) -> list[str]:

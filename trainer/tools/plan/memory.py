@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from trainer.config import AUTO, Config, ConfigError, DataConfig
 from trainer.model import assemble
 from trainer.model.adapter_names import is_adapter
+from trainer.model.nf4 import num_weights
 from trainer.model.packed_lm import decoder_layers
 from trainer.model.pretrained import ModelSource
 from trainer.model.source import find_architecture
@@ -219,9 +220,9 @@ def _plan(job: Job, measured: Measured, num_layers: int) -> MemoryPlan:
         num_ranks=job.num_ranks,
         is_cuda=job.is_cuda,
         workload=job.workload,
-        num_parameters=sum(p.numel() for p in parameters),
+        num_parameters=sum(map(num_weights, parameters)),
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
-        num_base=sum(p.numel() for name, p in named.items() if not is_adapter(name)),
+        num_base=sum(num_weights(p) for name, p in named.items() if not is_adapter(name)),
         num_layers=num_layers,
         device_bytes={n: device[n] for n in NAMES if n in always_shown or device[n]},
         host_bytes=host,
