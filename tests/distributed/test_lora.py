@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from family_runs import EQUAL, interrupted_run, prepare, words_of_run
+from family_trials import save_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_offline_export import contents
 from torch.distributed.tensor import Shard
 from toy import differing, relative
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from whole_models import write_whole_model
 from whole_runs import run, tiny_model
 
@@ -134,9 +135,13 @@ def logits_of(model: Any) -> torch.Tensor:
 def loaded_by_peft(base: Any, adapter: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the model with the adapter, which peft must load whole, and the adapter's tensors."""
     loaded: Any = PeftModel.from_pretrained(base, adapter)
-    values = {name.replace(".default.", "."): p for name, p in loaded.named_parameters()}
+    values = {
+        name.replace(".modules_to_save.", ".").replace(".default.", "."): p
+        for name, p in loaded.named_parameters(remove_duplicate=False)
+        if ".lora_" in name or ".modules_to_save." in name
+    }
     stored = load_file(adapter / ADAPTER)
-    assert {name for name in values if ".lora_" in name} == stored.keys()
+    assert values.keys() == stored.keys()
     assert all(torch.equal(values[name], tensor) for name, tensor in stored.items())
     return loaded, stored
 
@@ -288,6 +293,48 @@ def test_experts_are_adapted_resumed_and_exported_for_peft(tmp_path):
     merged = "trainer.checkpoint.save_contents=[model,optimizer,extra,merged_model]"
     refused = start(tmp_path / "merged", 1, *words, *lora, merged, code=2)
     assert "adapters of experts" in refused
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe"], ids=["tied", "several parts"])
+def test_modules_trained_in_full_are_resumed_and_exported_for_peft(tmp_path, family):
+    prepare(tmp_path, "qwen3")  # samples and tokenizer
+    model = tmp_path / "model"
+    if family == "qwen3":
+        save_model(model, "qwen3", tie_word_embeddings=True)
+    else:
+        write_whole_model(model, family)
+    lora = ("model.lora_rank=4", "model.modules_to_save=[embed_tokens,lm_head]")
+    assert interrupted_run(tmp_path, model, *lora) == EQUAL
+
+    alone, merged = tmp_path / "killed" / "global_step_6" / "huggingface", tmp_path / "merged"
+    loader = AutoModelForCausalLM if family == "qwen3" else AutoModelForMultimodalLM
+    in_peft, stored = loaded_by_peft(loader.from_pretrained(model, dtype=torch.float32), alone)
+    ends = {name for name in stored if ".lora_" not in name}
+    assert {name.split(".")[-2] for name in ends} == {"embed_tokens", "lm_head"}
+    export_from_shards(alone.parent, merged, dtype="float32")
+    of_merged = logits_of(loader.from_pretrained(merged, dtype=torch.float32))
+    assert (logits_of(in_peft) - of_merged).abs().max() < 1e-4 * of_merged.abs().max()
+    base = load_file(model / "model.safetensors")
+    changed = differing(base, load_file(merged / "model.safetensors"))
+    assert any("embed_tokens" in name for name in changed)
+
+    words = words_of_run(tmp_path, model, tmp_path / "on")
+    begins = (f"model.lora_adapter_path={alone}", "optim.lr=1e-9")
+    start(tmp_path / "on", 1, *words, *begins, "trainer.total_training_steps=1")
+    begun = load_file(tmp_path / "on" / "global_step_1" / "huggingface" / ADAPTER)
+    assert begun.keys() == stored.keys()
+    assert all(torch.allclose(begun[name], stored[name], atol=1e-7) for name in stored)
+
+
+def test_a_run_on_nf4_weights_is_resumed_and_never_continued_on_plain_ones(tmp_path):
+    prepare(tmp_path, "qwen3")  # samples and tokenizer
+    model, lora = tmp_path / "model", ("model.lora_rank=4", "model.load_in_4bit=true")
+    save_model(model, "qwen3", hidden_size=64, intermediate_size=128)
+    assert interrupted_run(tmp_path, model, *lora) == EQUAL
+    words = words_of_run(tmp_path, model, tmp_path / "killed")
+    longer = "trainer.total_training_steps=8"
+    output = start(tmp_path / "killed", 1, *words, "model.lora_rank=4", longer, code=2)
+    assert "model.load_in_4bit: True -> False   <- refused" in output
 
 
 def spoil_a_gradient() -> None:

@@ -58,6 +58,7 @@ class Case:
     compile: bool = False
     offload: bool = False
     lora_rank: int = 0
+    load_in_4bit: bool = False
     num_micro_batches: int = 2
     optimizer: str = "adamw"
     loss: str = "cross_entropy"
@@ -78,6 +79,7 @@ class Case:
             fsdp_size=self.fsdp_size,
             master_dtype=self.kept,
             lora_rank=self.lora_rank,
+            load_in_4bit=self.load_in_4bit,
             loss=self.loss,
             compile=self.compile,
             ulysses_sequence_parallel_size=self.sequence_size,

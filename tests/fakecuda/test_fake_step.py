@@ -41,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "dft": {"loss": "dft"},
     "lora": {"lora_rank": 8},
+    "nf4": {"lora_rank": 8, "load_in_4bit": True},
+    "compiled nf4": {"model_type": "llama", "compile": True, "lora_rank": 8, "load_in_4bit": True},
     "compiled": {"model_type": "llama", "compile": True},
     "compiled, selective": {"model_type": "llama", "compile": True, "recompute": "selective"},
     "compiled LoRA": {"model_type": "llama", "compile": True, "lora_rank": 8},

@@ -6,12 +6,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from family_trials import save_model
 from peft import LoraConfig, get_peft_model
 from plain_training import BETAS, DECAY, EPS, MIN_LR_RATIO
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.data.formats import vocabulary_digest
+from trainer.model import nf4
 from trainer.quickstart import MODEL_DIR
 from trainer.train.start.compose import as_word
 
@@ -27,7 +30,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "reshard": ("auto", "true", "false"),
     "offload": ("false", "true"),
     "recompute": ("false", "true", "selective", "offload"),
-    "trained": ("all", "lora", "some"),
+    "trained": ("all", "lora", "some", "lora on nf4", "lora and ends"),
     "loss": ("cross_entropy", "dft"),
     "optimizer": ("adamw", "muon"),
     "states": ("float32", "bfloat16", "bfloat16 parameters"),
@@ -61,25 +64,35 @@ class Places:
 
     root: Path
 
-    def model(self, family: str) -> Path:
-        path = self.root / "models" / family
+    def model(self, row: Row) -> Path:
+        """The weights of a model for NF4 are levels of NF4, so holding them in NF4 changes none."""
+        family, is_nf4 = row["family"], row["trained"] == "lora on nf4"
+        path = self.root / ("nf4 models" if is_nf4 else "models") / family
         if not path.exists():
             longer = {"vocab_size": VOCAB, "max_position_embeddings": 128}
-            save_model(path, family, **(longer | SHAPES.get(family, {})))
+            wider = {"hidden_size": 64, "intermediate_size": 128} if is_nf4 else {}
+            save_model(path, family, **(longer | SHAPES.get(family, {}) | wider))
+            if is_nf4:
+                round_to_nf4(path / "model.safetensors")
             for file in MODEL_DIR.iterdir():
                 if file.name not in ("config.json", "generation_config.json"):
                     shutil.copy(file, path)
         return path
 
-    def adapter(self, family: str) -> Path:
+    def adapter(self, row: Row) -> Path | None:
         """Made by peft, neither of its two matrices zero."""
-        path = self.root / "adapters" / family
+        if not row["trained"].startswith("lora"):
+            return None
+        path = self.root / "adapters" / row["family"] / row["trained"]
         if not path.exists():
-            model = AutoModelForCausalLM.from_pretrained(self.model(family))
+            model = AutoModelForCausalLM.from_pretrained(self.model(row))
+            ends = ["embed_tokens", "lm_head"] if row["trained"] == "lora and ends" else None
             config = LoraConfig(
                 r=4,
                 lora_alpha=8,
                 target_modules=list(ADAPTED),
+                modules_to_save=ends,
+                ensure_weight_tying=ends is not None,
                 init_lora_weights=False,
                 task_type="CAUSAL_LM",
             )
@@ -96,6 +109,16 @@ class Places:
         ]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
+
+
+def round_to_nf4(file: Path) -> None:
+    """Round the matrices that may be those of linear layers in place."""
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and tensor.shape[1] % nf4.BLOCK == 0:
+            levels = torch.tensor(nf4.LEVELS)
+            tensors[name] = nf4.dequantized(nf4.quantized(tensor), levels, tensor.dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _drawn_rows(seed: int, count: int) -> list[tuple[list[int], list[bool]]]:
@@ -137,13 +160,12 @@ def words_of(row: Row, places: Places, *, limits: dict[str, float]) -> list[str]
         "one": "data.micro_batch_size_per_gpu=1",
         "two": "data.micro_batch_size_per_gpu=2",
     }
-    trained = {
-        "all": [],
-        "lora": [f"model.lora_adapter_path={places.adapter(row['family'])}"],
-        "some": [f"model.freeze=[{','.join(map(as_word, FROZEN))}]"],
-    }
+    adapter = places.adapter(row)
     skip = f"{{metric: train/grad_norm, above: {limits.get('skip', 1e9)!r}, do: skip}}"
     optional = [
+        (adapter is not None, f"model.lora_adapter_path={adapter}"),
+        (row["trained"] == "lora on nf4", "model.load_in_4bit=true"),
+        (row["trained"] == "some", f"model.freeze=[{','.join(map(as_word, FROZEN))}]"),
         (row["guard"] == "skips", f"trainer.guard.rules=[{skip}]"),
         (row["states"] != "float32", "optim.state_dtype=bfloat16"),
         (row["states"] == "bfloat16 parameters", "model.master_dtype=bfloat16"),
@@ -151,10 +173,9 @@ def words_of(row: Row, places: Places, *, limits: dict[str, float]) -> list[str]
         (row["validation"] == "on", f"data.val_files=[{','.join(held)}]"),
     ]
     return [
-        f"model.partial_pretrain={places.model(row['family'])}",
+        f"model.partial_pretrain={places.model(row)}",
         f"data.train_files=[{','.join(parts)}]",
         micro_batches[row["micro-batches"]],
-        *trained[row["trained"]],
         *(word for is_meant, word in optional if is_meant),
         f"data.max_length={MAX_LENGTH}",
         f"optim.clip_grad={limits.get('clip', 1e9)!r}",

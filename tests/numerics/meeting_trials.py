@@ -69,8 +69,8 @@ def defined(row: Row, places: Places) -> Definition:
     samples = documents(row, list(repeats))
     order = [schedule.rows(step) for step in range(1, total_steps + 1)]
     return Definition(
-        model=places.model(row["family"]),
-        adapter=places.adapter(row["family"]) if row["trained"] == "lora" else None,
+        model=places.model(row),
+        adapter=places.adapter(row),
         frozen=FROZEN if row["trained"] == "some" else (),
         is_rounded=row["states"] == "bfloat16 parameters",
         steps=[[samples[number] for number in numbers] for numbers in order],

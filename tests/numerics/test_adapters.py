@@ -76,6 +76,22 @@ def test_adapters_train_as_in_a_plain_loop_with_peft(tmp_path, is_tied):
     assert_as_plain(model, path, ON_ONE_RANK | on_several if is_tied else {1: {"one rank": {}}})
 
 
+@pytest.mark.parametrize(
+    ("is_tied", "modules"),
+    [
+        (True, ["embed_tokens", "lm_head"]),
+        (False, ["embed_tokens", "lm_head"]),
+        (False, ["lm_head"]),
+    ],
+    ids=["tied", "untied", "head alone"],
+)
+def test_modules_trained_in_full_train_as_in_a_plain_loop_with_peft(tmp_path, is_tied, modules):
+    model = write_model_config(tmp_path / "model", tie_word_embeddings=is_tied)
+    settings = {"modules_to_save": modules, "ensure_weight_tying": is_tied}
+    path = write_adapter(plain_model(model.path), tmp_path / "adapter", **settings)
+    assert_as_plain(model, path, {1: {"one rank": {}}, 2: MICRO_BATCHES | RECOMPUTED})
+
+
 def first_values(world: Any, model: Any, **changes: Any) -> dict[str, torch.Tensor]:
     built = build_toy_model(world, model, **changes)
     return {name: p.full_tensor() for name, p in built.named_parameters() if ".lora_" in name}
@@ -111,6 +127,10 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path):
         ),
         ({"lora_rank": 4, "target_modules": ["lm_head"]}, "embeddings and the output head"),
         ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "embeddings and the output head"),
+        (
+            {"lora_rank": 4, "modules_to_save": ["norm"]},
+            "'norm' is neither the input embeddings nor the output head.*\n.*embed_tokens, lm_head",
+        ),
         ({"freeze": ["layers.7"]}, "'layers.7' matches the name of no parameter"),
         ({"freeze": ["("]}, "not a regular expression"),
         ({"freeze": ["."]}, "nothing is left to train"),
@@ -305,7 +325,7 @@ def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family):
     model, wider = on_meta(source), on_meta(source, target_modules=["q_proj", "shared_expert_gate"])
     saved = {name: parameter for name, parameter in wider.named_parameters() if ".lora_" in name}
     with pytest.raises(
-        ConfigError, match=r"does not adapt: .*shared_expert_gate.lora_A.*4 such tensors"
+        ConfigError, match=r"does not train: .*shared_expert_gate.lora_A.*4 such tensors"
     ):
         ModelShards(model).load_state_dict(Shards(Path("global_step_2"), [saved]))
 
@@ -321,6 +341,15 @@ def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family):
         (
             ["model.lora_rank=8", "model.partial_pretrain=x", "model.new_tokens=[new]"],
             "does not work with LoRA",
+        ),
+        (["model.partial_pretrain=x", "model.modules_to_save=[lm_head]"], "is a setting of LoRA"),
+        (
+            [
+                "model.lora_adapter_path=y",
+                "model.partial_pretrain=x",
+                "model.modules_to_save=[lm_head]",
+            ],
+            "'model.modules_to_save' does not work with model.lora_adapter_path",
         ),
     ],
 )

@@ -18,7 +18,8 @@ from trainer.checkpoint.base_weights import Adapter
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
-from trainer.model import adapters
+from trainer.model import adapters, nf4
+from trainer.model.adapter_names import base_name
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.model.quantized import weights_in
 
@@ -27,6 +28,18 @@ FORMS = ("blocks", "cut blocks", "exponents", "tensor", "channel", "block", "exp
 
 def different(found: Files, expected: Files) -> list[str]:
     return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def nf4_weights(world: Any, path: Path) -> Files:
+    """The weights in NF4, by their names in the files."""
+    model = build(
+        world, ModelSource(str(path)), random_weights=False, lora_rank=4, load_in_4bit=True
+    )
+    return {
+        base_name(name): tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.data
+        for name, tensor in model.named_parameters()
+        if nf4.is_nf4(tensor)
+    }
 
 
 def load_and_export(world: Any, root: Path) -> dict[str, tuple[float, Files]]:
@@ -67,6 +80,14 @@ def test_every_slice_is_that_of_the_dequantized_weight(root, expected, form):
         assert torch.equal(found[name].whole(), tensor), name
         where = tuple(slice(size // 3, size - size // 4) for size in tensor.shape)
         assert torch.equal(found[name].read(where), tensor[where]), name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nf4_weights_are_those_of_the_dequantized_weight(root, expected, num_ranks):
+    (found, *_) = run_ranks(nf4_weights, num_ranks, root / "blocks")
+    assert len(found) > 4
+    for name, stored in found.items():
+        assert torch.equal(stored, nf4.quantized(expected["blocks"][name])), name
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -10,7 +10,7 @@ import transformers
 
 from trainer.config import ConfigError
 from trainer.quickstart import MODEL_DIR
-from trainer.tools.evaluate.engines import make_generate
+from trainer.tools.evaluate.engines import ask_vllm, make_generate
 
 SAMPLING = {
     "repetition_penalty": 1.9,
@@ -48,6 +48,13 @@ def test_code_that_comes_with_an_export_is_not_run(export, tmp_path):
     with pytest.raises(ConfigError, match="auto_map"):
         answers(export, "add 1")
     assert not (tmp_path / "canary").exists()
+
+
+def test_vllm_is_not_asked_for_modules_that_it_would_leave_out(export):
+    settings = {"base_model_name_or_path": str(export), "r": 4, "modules_to_save": ["lm_head"]}
+    (export / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"modules_to_save.\nFix: .*checkpoint export"):
+        ask_vllm(export, {}, python="python3")
 
 
 def test_answers_depend_neither_on_sampling_settings_nor_on_the_batch(export):

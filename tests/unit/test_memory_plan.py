@@ -215,6 +215,7 @@ def a_plan(num_ranks: int, size_bytes: int = 0) -> MemoryPlan:
         workload=workload,
         num_parameters=1,
         num_trained=1,
+        num_base=1,
         num_layers=1,
         device_bytes={PARAMETERS: size_bytes},
         host_bytes={},

@@ -7,7 +7,7 @@ export reads the base weights again to combine them with the adapters into one m
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from trainer.checkpoint import fsio
 from trainer.checkpoint.shards import Shards
 from trainer.config import ConfigError
+from trainer.model.adapter_names import Places, is_adapter, unplaced
 from trainer.model.quantized import weights_in
 from trainer.model.weight_files import weight_files
 from trainer.model.weights import StoredTensor
@@ -43,6 +44,19 @@ class Adapter:
         rank = self.settings["r"]
         divisor = math.sqrt(rank) if self.settings.get("use_rslora") else rank
         return float(self.settings["lora_alpha"] / divisor)
+
+    def trained_in_full(self, names: Iterable[str], places: Places) -> dict[str, str]:
+        """Return {parameter of a module that is trained in full: the saved parameter with its
+        values}. They differ for a tied head, which is saved under the name of the embeddings.
+
+        names: the saved parameters.
+        """
+        in_full = {name: name for name in names if not is_adapter(name)}
+        for module in self.settings["modules_to_save"] or ():
+            weight = f"{unplaced(module, places)}.weight"
+            if weight not in in_full:
+                in_full[weight] = next(name for name in in_full if name.endswith(".weight"))
+        return in_full
 
 
 def digest_together(directory: Path) -> str:
@@ -117,12 +131,15 @@ def stored_name(names: Mapping[str, str], name: str) -> str:
     )
 
 
-def merged(stored: Tensor, down: str, shards: Shards, adapter: Adapter) -> Tensor:
-    """Return the float32 sum of a base tensor and the adapter whose `lora_A` parameter is `down`.
+def merged(stored: Tensor, trained: str, shards: Shards, adapter: Adapter) -> Tensor:
+    """Return the float32 sum of a base tensor and the adapter whose `lora_A` parameter is
+    `trained`, or the parameter `trained` itself if it was trained in full.
 
-    The result equals peft's own merge into a float32 model.
+    The sum equals peft's own merge into a float32 model.
     """
-    added = shards.whole(down.replace(".lora_A.", ".lora_B.")) @ shards.whole(down)
+    if not is_adapter(trained):
+        return shards.whole(trained)
+    added = shards.whole(trained.replace(".lora_A.", ".lora_B.")) @ shards.whole(trained)
     if adapter.settings.get("fan_in_fan_out"):
         added = added.T
     return stored.float() + added * adapter.scaling

@@ -74,7 +74,8 @@ class ExportPlan:
     layout: exported name -> tensor without memory, in the order of writing; files: file name ->
     names of its tensors; groups: exported name -> the tensors that it is made from; class_name: the
     class that loads the export; base: the weights that adapters are merged with; adapted: name in
-    `base` -> the `lora_A` parameter that is added to it. An export without weights has no `files`.
+    `base` -> the `lora_A` parameter that is added to it, or the parameter that replaces it. An
+    export without weights has no `files`.
     """
 
     source: ExportSource
@@ -148,6 +149,12 @@ def plan_export(
     """
     base: Mapping[str, StoredTensor] = {}
     adapted: dict[str, str] = {}
+    in_full: dict[str, str] = {}
+    places: Places = {}
+    if source.adapter is not None:
+        if architecture is not None and source.adapter.whole is not None:
+            places = places_of(architecture, source.adapter.whole)
+        in_full = source.adapter.trained_in_full(shapes, places)
     is_adapter = source.adapter is not None and lora == "adapter"
     if source.adapter is not None and not is_adapter:
         base = base_tensors(source.adapter.base)
@@ -158,6 +165,11 @@ def plan_export(
             known, unknown = match(architecture, source.adapter.whole, base)
             names = {group.own[0]: group.stored[0] for group in known if group.converter is None}
         adapted = {stored_name(names, adapted_name(name)): name for name in downs}
+        for name, own_name in in_full.items():
+            if name == own_name:
+                adapted[stored_name(names, name)] = own_name
+            elif name in base:  # files may store a tied head a second time
+                adapted[name] = own_name
         stored = shapes_of(base)
         shapes = {
             name: tensor
@@ -173,11 +185,10 @@ def plan_export(
     }
     pattern, max_bytes = "model{suffix}.safetensors", MAX_FILE_BYTES
     if source.adapter is not None and is_adapter:  # a single file with peft's names
-        several = source.adapter.whole
-        places: Places = {}
-        if architecture is not None and several is not None:
-            places = places_of(architecture, several)
-        groups = [TensorGroup((peft_name(name, places),), (name,)) for name in own]
+        names = {name: name for name in own} | in_full
+        groups = [
+            TensorGroup((peft_name(name, places),), (own_name,)) for name, own_name in names.items()
+        ]
         pattern, max_bytes = ADAPTER_WEIGHTS, sys.maxsize
     else:
         own |= {name: tensor.to("meta") for name, tensor in buffers.items()}

@@ -27,6 +27,8 @@ FIXED = {
         ("model.lora_rank", "model.lora_alpha", "model.use_rslora", "model.target_modules"),
         "the saved adapters have this shape",
     ),
+    "model.modules_to_save": "the checkpoints hold the trained modules only",
+    "model.load_in_4bit": "adapters fit the weights they were trained for",
     "model.freeze": "the optimizer has a state for the trained parameters only",
 }
 """Values whose change is always refused, and the reason."""

@@ -67,13 +67,13 @@ def read_torch(path: Path) -> Any:
 
 
 def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Return the parameters that a checkpoint holds: only the adapters if there are any, else all.
-
-    The base weights below adapters never change.
+    """Return the parameters that a checkpoint holds: all, or with adapters only those that are
+    trained, because the base weights below adapters never change.
     """
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
-    adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
-    return adapters or named
+    if not any(map(is_adapter, named)):
+        return named
+    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
 
 def weight_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -24,7 +24,6 @@ from trainer.checkpoint import layout, shards
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.shards import CorruptShardError, Shards
 from trainer.config import ConfigError
-from trainer.model.adapter_names import is_adapter
 from trainer.model.weights import bytes_of
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
@@ -83,17 +82,17 @@ class ModelShards:
     def load_state_dict(self, state_dict: Shards) -> None:
         """Load the parameters.
 
-        Raises `ConfigError` if the checkpoint has adapters for layers without adapters in this run.
+        Raises `ConfigError` if the checkpoint has parameters that this run does not save, such as
+        adapters for layers without adapters in this run.
         """
-        parameters = shards.saved_parameters(self.model)
-        unknown = state_dict.parts[0].keys() - parameters.keys()
-        if lost := sorted(name for name in unknown if is_adapter(name)):
+        named = shards.saved_parameters(self.model, remove_duplicate=False)
+        if lost := sorted(state_dict.parts[0].keys() - named.keys()):
             raise ConfigError(
-                f"{state_dict.directory} has adapters for layers that this run does not adapt: "
+                f"{state_dict.directory} has parameters that this run does not train: "
                 f"{lost[0]} ({len(lost)} such tensors).\n"
                 f"Fix: start a new run with trainer.experiment_name=<new name>"
             )
-        for name, parameter in parameters.items():
+        for name, parameter in shards.saved_parameters(self.model).items():
             may_round = not parameter.requires_grad
             saved = state_dict.entries(name)
             shards.copy_slice(saved, parameter, name, "model.master_dtype", may_round=may_round)

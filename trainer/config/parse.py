@@ -197,10 +197,18 @@ def contradictions(config: Config) -> Iterator[str]:
         ),
         ("model.freeze", "LoRA", model.freeze and has_lora),
         ("model.new_tokens", "LoRA", model.new_tokens and has_lora),
+        (
+            "model.modules_to_save",
+            "model.lora_adapter_path",
+            model.modules_to_save and model.lora_adapter_path,
+        ),
     )
     for name, other, are_both_set in excluding:
         if are_both_set:
             yield f"'{name}' does not work with {other}. Fix: remove one of them"
+    for name in ("modules_to_save", "load_in_4bit"):
+        if getattr(model, name) and not has_lora:
+            yield f"'model.{name}' is a setting of LoRA. Fix: set model.lora_rank, or remove it"
     if model.has_adapters and (model.random_weights or model.partial_pretrain == QUICKSTART):
         yield (
             "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, because "

@@ -130,10 +130,19 @@ class ModelConfig:
         "endings such as [q_proj,experts.down_proj], or a regular expression for whole names",
         not_empty,
     )
+    load_in_4bit: bool = key(
+        False,
+        "LoRA: hold the frozen weights of linear layers in NF4, 4.5 bits each (QLoRA)",
+    )
+    modules_to_save: list[str] = key(
+        [],
+        "LoRA: modules that are trained in full beside the adapters, by the last part of their names: "
+        "the input embeddings and the output head, e.g. [embed_tokens,lm_head]",
+    )
     lora_adapter_path: str | None = key(
         None,
-        "LoRA: directory of an adapter in PEFT's layout to start from; it decides rank, scaling and "
-        "layers",
+        "LoRA: directory of an adapter in PEFT's layout to start from; it decides rank, scaling, layers "
+        "and modules_to_save",
     )
     freeze: list[str] = key(
         [],

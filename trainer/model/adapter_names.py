@@ -34,7 +34,7 @@ def adapted_name(name: str) -> str:
 
 
 def peft_name(name: str, places: Places) -> str:
-    """Return the name of an adapter's parameter in `adapter_model.safetensors`."""
+    """Return the name of a trained parameter in `adapter_model.safetensors`."""
     return _PEFT + placed(name, places).replace(f".{NAME}.", ".")
 
 
@@ -45,7 +45,12 @@ def layer_of(name: str, places: Places) -> str | None:
     layer = name.removeprefix(_PEFT).partition(".lora_")[0]
     if places and not layer.startswith(tuple(places.values())):
         return None
-    return placed(layer, {place: own for own, place in places.items()})
+    return unplaced(layer, places)
+
+
+def unplaced(name: str, places: Places) -> str:
+    """Return the language model's name for a parameter or layer of the whole checkpoint."""
+    return placed(name, {place: own for own, place in places.items()})
 
 
 def placed(name: str, places: Places) -> str:

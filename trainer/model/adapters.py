@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainer.config import ConfigError, ModelConfig, names_matching
-from trainer.model import expert_adapters, load, lora_layers
+from trainer.model import expert_adapters, load, lora_layers, nf4
 from trainer.model.adapter_names import (
     ADAPTER_WEIGHTS,
     NAME,
@@ -43,12 +43,13 @@ _FREE = {
     "peft_version",
     "inference_mode",
     "lora_dropout",
+    "ensure_weight_tying",
     # the tensors' names determine these exactly
     "target_modules",
     "target_parameters",
     "exclude_modules",
 }
-_HELD = {"r", "lora_alpha", "use_rslora", "fan_in_fan_out"}
+_HELD = {"r", "lora_alpha", "use_rslora", "fan_in_fan_out", "modules_to_save"}
 """Settings of an initial adapter: those in `_FREE` are ignored, those in `_HELD` are kept."""
 
 
@@ -71,17 +72,24 @@ def settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def fill(model: PreTrainedModel, config: ModelConfig, source: ModelSource, *, seed: int) -> None:
-    """Give adapters their initial values: those in `model.lora_adapter_path`, or peft's own.
+    """Give adapters their initial values: those in `model.lora_adapter_path`, or peft's own. Modules
+    that are trained in full keep the base model's values if there is no such path.
 
     peft's own are zero for B and uniform for A. A is drawn from the seed and the parameter's name,
     so its values do not depend on the number of ranks.
     """
-    adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    trained = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
     if config.lora_adapter_path is not None:
         file = Path(config.lora_adapter_path) / ADAPTER_WEIGHTS
-        _load(adapters, file, source.places)
+        _load(trained, file, source.places)
         return
-    for name, parameter in adapters.items():
+    for name, parameter in trained.items():
+        if not is_adapter(name):
+            continue
         local, where = local_slices(parameter)
         whole = torch.zeros(parameter.shape)
         if ".lora_A." in name:
@@ -94,7 +102,13 @@ def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
     """Log which layers of a built model have adapters."""
     if config.has_adapters:
         own: Any = model
-        text = lora_layers.summary(model, rank=own.peft_config[NAME].r)
+        settings = own.peft_config[NAME]
+        text = lora_layers.summary(model, rank=settings.r)
+        layers = [module for module in model.modules() if isinstance(module, nf4.Nf4Linear)]
+        if layers:
+            text += f"; {len(layers)} linear layers in NF4"
+        if settings.modules_to_save:
+            text += f"; trained in full: {', '.join(settings.modules_to_save)}"
         logger.info("%s", labelled("adapters", text))
 
 
@@ -112,6 +126,7 @@ def _wanted(config: ModelConfig, source: ModelSource) -> tuple["LoraConfig", str
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         use_rslora=config.use_rslora,
+        modules_to_save=config.modules_to_save,
         target_modules=[],
         task_type="CAUSAL_LM",
     )
@@ -149,6 +164,9 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             f"model.lora_dropout={config.lora_dropout}: adapters of experts do not support dropout.\n"
             f"Fix: model.lora_dropout=0"
         )
+    in_4_bits = lora_layers.chosen(model, lora_layers.ALL_LINEAR, said="")
+    in_full = lora_layers.ends_named(model, settings.modules_to_save or [])
+    settings.modules_to_save = None  # peft would add a copy of each module
     # full names, passed as an adapter's tensors: peft reads some target_modules differently
     tensors = {f"{name}.lora_A.weight": torch.empty(0) for name in layers}
     with warnings.catch_warnings():
@@ -163,6 +181,13 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             ) from error
     for name, weights in of_experts.items():
         expert_adapters.adapt(model, name, weights, settings)
+    if config.load_in_4bit:
+        _hold_in_4_bits(model, in_4_bits)
+    for end in in_full.values():
+        end.requires_grad_(True)
+    if in_full:
+        settings.modules_to_save = [placed(name, source.places) for name in in_full]
+        settings.ensure_weight_tying = lora_layers.has_tied_head(model)
     settings.target_modules, settings.target_parameters = lora_layers.written(
         source.whole or model, [placed(name, source.places) for name in layers]
     )
@@ -172,12 +197,22 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
         settings.lora_dropout = 0.0
 
 
+def _hold_in_4_bits(model: PreTrainedModel, names: list[str]) -> None:
+    """Replace linear layers, inside their adapters, by layers with NF4 weights."""
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        if hasattr(layer, "base_layer"):
+            name, layer = f"{name}.base_layer", layer.base_layer
+        if nf4.can_hold(layer):
+            model.set_submodule(name, nf4.Nf4Linear(layer))
+
+
 def _adapted_in(file: Path, places: Places) -> list[str]:
     """Return the names of the layers that the adapter in a file adapts. Raises `ConfigError` for a
     layer outside the language model.
     """
     layers: dict[str, None] = {}
-    for name in stored_in(file):
+    for name in filter(is_adapter, stored_in(file)):
         layer = layer_of(name, places)
         if layer is None:
             raise ConfigError(

@@ -12,7 +12,16 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from trainer.config import AUTO, ConfigError, ModelConfig
-from trainer.model import adapters, attention, load, packed_lm, parallelize, selfcheck, state_mixers
+from trainer.model import (
+    adapters,
+    attention,
+    load,
+    nf4,
+    packed_lm,
+    parallelize,
+    selfcheck,
+    state_mixers,
+)
 from trainer.model.experts import experts_of
 from trainer.model.head_exchange import require_divisible
 from trainer.model.losses import LOSSES
@@ -105,7 +114,7 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
             way_out = "model.attention=per_document may help"
         raise ConfigError(f"self-check failed: {fault}; {way_out}")
     num_trained = sum(p.numel() for p in design.model.parameters() if p.requires_grad)
-    num_all = sum(parameter.numel() for parameter in design.model.parameters())
+    num_all = sum(map(nf4.num_weights, design.model.parameters()))
     trained = "all trained" if num_trained == num_all else f"{num_trained:,} trained"
     name = type(design.model).__name__.removeprefix("FSDP")
     text = f"{name}, {num_all:,} parameters, {trained}; {how_documents_run(design)}"

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from trainer.data.batch import StepBatch
 from trainer.data.batch_plan import squared_length
 from trainer.model.experts import experts_of, num_chosen
+from trainer.model.nf4 import num_weights
 from trainer.model.packed_lm import decoder_layers
 
 
@@ -100,7 +101,9 @@ def _flops(model: PreTrainedModel) -> StepFlops:
         is_reached |= parameter.requires_grad
         if parameter.ndim >= 2 and parameter not in outside:
             per_token += (
-                _per_use(parameter, is_reached) * parameter.numel() * shares.get(parameter, 1.0)
+                _per_use(parameter, is_reached)
+                * num_weights(parameter)
+                * shares.get(parameter, 1.0)
             )
     first = _first_reached_layer(model)
     attention = Counter[int | None]()

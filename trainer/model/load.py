@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.config import ConfigError
-from trainer.model import new_tokens
+from trainer.model import new_tokens, nf4
 from trainer.model.pretrained import ModelSource, stored_tensors
 from trainer.model.weights import StoredTensor, TensorGroup, local_slices
 from trainer.runtime import seeding
@@ -87,13 +87,13 @@ def fill(
     may have fewer rows than the model.
     """
     stored, own = [files[name] for name in group.stored], [tensors[name] for name in group.own]
-    if all(tensor.is_floating_point() for tensor in own):
+    if all(tensor.is_floating_point() or nf4.is_nf4(tensor) for tensor in own):
         for name, found in zip(group.stored, stored, strict=True):
             if found.dtype not in _STORED_DTYPES:
                 raise ConfigError(
                     f"{found.file}: tensor {name} is {found.dtype}, but weights must be floating-point"
                 )
-    slices = [local_slices(tensor) for tensor in own]
+    slices = [_weight_slices(tensor) for tensor in own]
     if group.converter is None:
         (local, where), shape = slices[0], stored[0].shape
         if may_grow and shape[0] < own[0].shape[0]:
@@ -102,20 +102,28 @@ def fill(
             shape = (own[0].shape[0], *shape[1:])
         _require_shape(shape, own[0], f"{stored[0].file}: tensor {group.stored[0]}")
         if local.numel():
-            local.copy_(stored[0].read(where))
+            _put(local, stored[0].read(where))
     elif any(local.numel() for local, _ in slices):
         made = group.to_own([found.whole() for found in stored])
         for name, tensor, (local, where) in zip(group.own, own, slices, strict=True):
             what = f"{stored[0].file}: {name}, made from {group.stored[0]}, …"
             _require_shape(made[name].shape, tensor, what)
-            local.copy_(made[name][where])
+            _put(local, made[name][where])
+
+
+def _weight_slices(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return (this rank's shard of a parameter, the slices of the whole weight that it holds)."""
+    local, where = local_slices(tensor)
+    return local, (where[0], slice(0, nf4.weight_shape(tensor)[1])) if nf4.is_nf4(tensor) else where
+
+
+def _put(local: Tensor, values: Tensor) -> None:
+    local.copy_(nf4.quantized(values) if nf4.is_nf4(local) else values)
 
 
 def _require_shape(found: Sequence[int], tensor: Tensor, what: str) -> None:
-    if tuple(found) != tuple(tensor.shape):
-        raise ConfigError(
-            f"{what} has shape {tuple(found)}, the config asks for {tuple(tensor.shape)}"
-        )
+    if tuple(found) != (shape := nf4.weight_shape(tensor)):
+        raise ConfigError(f"{what} has shape {tuple(found)}, the config asks for {shape}")
 
 
 def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict[str, Tensor]:

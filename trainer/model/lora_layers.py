@@ -75,6 +75,33 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
     return [name for name in obstacles if name in found]
 
 
+def ends_named(model: PreTrainedModel, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Return {full name: module} of the input embeddings and the output head that `names` names by
+    the endings of their names. Both, if they share one weight.
+
+    Raises `ConfigError` for any other name.
+    """
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = {leaf(name): name for name, module in model.named_modules() if module in both}
+    named = [leaf(name) for name in names]
+    for name in named:
+        if name not in ends:
+            raise ConfigError(
+                f"model.modules_to_save: '{name}' is neither the input embeddings nor the output head "
+                f"of this model.\nFix: choose from {', '.join(ends)}"
+            )
+    if named and has_tied_head(model):
+        named = list(ends)
+    return {full: model.get_submodule(full) for end, full in ends.items() if end in named}
+
+
+def has_tied_head(model: PreTrainedModel) -> bool:
+    """Return True if the output head shares the weight of the input embeddings."""
+    head: Any = model.get_output_embeddings()
+    embeddings: Any = model.get_input_embeddings()
+    return head.weight is embeddings.weight
+
+
 def expert_weights(model: PreTrainedModel) -> list[str]:
     """Return the stacked expert weights that can have adapters, in peft's order."""
     return [

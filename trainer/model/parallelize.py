@@ -2,6 +2,7 @@
 compile, shard.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,7 +45,7 @@ def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> No
     owner.sequence_group = world.sequence_group
     trained = getattr(torch, config.master_dtype)
     frozen = compute_dtype(config.fsdp_config.param_dtype, world.device)
-    for parameter in model.parameters():
+    for parameter in filter(torch.is_floating_point, model.parameters()):
         parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
     is_selective = config.enable_gradient_checkpointing == SELECTIVE
     if config.enable_gradient_checkpointing and not (is_selective and config.compile):
@@ -68,7 +69,10 @@ def recompute_activations(model: PreTrainedModel, how: str) -> None:
     settings: dict[str, Any] = {"use_reentrant": False, "context_fn": attention.checkpoint_contexts}
     if how == SELECTIVE:
         settings["context_fn"] = partial(attention.checkpoint_contexts, _selective())
-    model.gradient_checkpointing_enable(settings)
+    with warnings.catch_warnings():
+        # its new name is not in all supported versions of transformers
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable.* is deprecated")
+        model.gradient_checkpointing_enable(settings)
     if how == OFFLOAD:
         owner: Any = model
         owner.host_inputs = HostInputs()

@@ -94,6 +94,8 @@ def _adapter(trained: Trained) -> Iterator[str]:
     """Compare the base weights of an adapter with those that training used."""
     if not (trained.export / PEFT_CONFIG).exists():
         return
+    if trained.config.model.load_in_4bit:
+        yield "base: training used its weights in NF4 (model.load_in_4bit), the engine does not"
     base, _ = model_of(trained.export)
     expected = trained.manifest.fingerprints.get(BASE_WEIGHTS)
     if expected and digest(base) != expected:

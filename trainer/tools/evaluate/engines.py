@@ -16,6 +16,8 @@ import transformers
 from trainer.config import ConfigError
 from trainer.data.samples import Samples
 from trainer.model.weights import whole_model
+from trainer.runtime.environment import call
+from trainer.runtime.json_lines import read_object
 from trainer.runtime.processes import run_in
 from trainer.tools.evaluate import vllm_engine
 from trainer.tools.evaluate.scorers import Turns
@@ -130,6 +132,11 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
     `asked` holds the job's own fields. Raises `ConfigError` with the end of the log if it fails.
     """
     model, rank = model_of(export)
+    if rank and read_object(export / PEFT_CONFIG).get("modules_to_save"):
+        raise ConfigError(
+            f"vLLM does not serve '{export}', an adapter with modules_to_save.\nFix: make the merged "
+            f"model with `{call(f'checkpoint export {export.parent} TARGET')}`, and serve that"
+        )
     with tempfile.TemporaryDirectory(prefix="sft-vllm-") as work:
         job_file, answer_file = Path(work, "job.json"), Path(work, "answer.json")
         job = {

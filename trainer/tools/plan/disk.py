@@ -45,8 +45,8 @@ def _export_bytes(config: Config, plan: MemoryPlan) -> int:
         return size_bytes
     num_exported = plan.num_parameters
     if config.model.has_adapters:
-        num_base = plan.num_parameters - plan.num_trained
-        num_exported = {"adapter": plan.num_trained, "merged": num_base}[checkpoint.export_lora]
+        counts = {"adapter": plan.num_trained, "merged": plan.num_base}
+        num_exported = counts[checkpoint.export_lora]
     dtype: torch.dtype = getattr(torch, checkpoint.export_dtype)
     return size_bytes + num_exported * dtype.itemsize
 

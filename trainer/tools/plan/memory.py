@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from trainer.config import AUTO, Config, ConfigError, DataConfig
 from trainer.model import assemble
+from trainer.model.adapter_names import is_adapter
+from trainer.model.nf4 import num_weights
 from trainer.model.packed_lm import decoder_layers
 from trainer.model.pretrained import ModelSource
 from trainer.model.source import find_architecture
@@ -89,6 +91,7 @@ class MemoryPlan:
     workload: Workload
     num_parameters: int
     num_trained: int
+    num_base: int
     num_layers: int
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
@@ -211,13 +214,15 @@ def _plan(job: Job, measured: Measured, num_layers: int) -> MemoryPlan:
     if SHARDED_GRADIENTS in host:
         host[SHARDED_GRADIENTS] = _pinned_gradient_bytes(job)
     host[SAVE_COPY] = saved if job.config.trainer.checkpoint.async_save else 0
-    parameters = list(job.design.model.parameters())
+    named = dict(job.design.model.named_parameters())
+    parameters = list(named.values())
     return MemoryPlan(
         num_ranks=job.num_ranks,
         is_cuda=job.is_cuda,
         workload=job.workload,
-        num_parameters=sum(p.numel() for p in parameters),
+        num_parameters=sum(map(num_weights, parameters)),
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+        num_base=sum(num_weights(p) for name, p in named.items() if not is_adapter(name)),
         num_layers=num_layers,
         device_bytes={n: device[n] for n in NAMES if n in always_shown or device[n]},
         host_bytes=host,

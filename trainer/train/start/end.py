@@ -18,6 +18,7 @@ from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.runtime.distributed import await_main
 from trainer.runtime.environment import call
 from trainer.runtime.exit_codes import DOCUMENTED, explain
+from trainer.runtime.json_lines import read_object
 from trainer.runtime.log import labelled
 from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
 from trainer.tracking import Tracking
@@ -96,10 +97,15 @@ def _log_end(setup: RunSetup, run: Run) -> None:
         logger.info(labelled("model", f"not exported; {command} exports it"))
         return
     logger.info(labelled("model", str(export)))
-    served = str(export)
-    if (export / ADAPTER_CONFIG).exists():
-        served = f"{setup.inputs.source.path} --enable-lora --lora-modules tuned={export}"
-    logger.info(labelled("serve", f"vllm serve {served}"))
+    served = f"vllm serve {export}"
+    if settings := read_object(export / ADAPTER_CONFIG):
+        served = (
+            f"vllm serve {setup.inputs.source.path} --enable-lora --lora-modules tuned={export}"
+        )
+        if settings["modules_to_save"]:
+            command = call(f"checkpoint export {export.parent} TARGET")
+            served = f"vLLM serves only the merged model; {command} makes it"
+    logger.info(labelled("serve", served))
 
 
 def _record_end(setup: RunSetup, step: int) -> None:
