@@ -33,7 +33,7 @@ HEAD = """\
 """
 COLUMN, WIDTH = 33, 120
 """Where a comment starts, and where a line ends."""
-_NAMED = re.compile(r"(?<![\w/.])(?:data|model|optim|trainer)\.[a-z][a-z_.]*[a-z]")
+_NAMED = re.compile(r"(?<![\w/.])(?:data|model|optim|trainer)\.[a-z][a-z0-9_.]*[a-z]")
 
 
 def written(own: "Field[Any]") -> str:
