@@ -199,6 +199,19 @@ def test_each_micro_batch_moves_what_was_computed_by_hand(steps, name):
     assert reduced == step["num_micro_batches"] * step["num_trained"]
 
 
+def test_nf4_weights_are_gathered_in_the_bytes_that_hold_them(steps):
+    """4.5 bits each, for the forward and again for the backward pass; all else in bfloat16."""
+    plain, step = steps("lora"), steps("nf4")
+    num_all, num_kept = sum(plain["layer_numels"]), sum(step["layer_numels"])
+    num_nf4 = (num_all - num_kept) * 16 // 7
+    rest = step["num_parameters"] - num_kept
+    sizes = {"uint8": 1, "bfloat16": 2}
+    gathered = sum(c["numel"] * sizes[c["dtype"]] for c in collectives(step, "allgather_base"))
+    in_layers = 2 * (num_all - num_nf4) + num_nf4 * 9 // 16
+    assert num_nf4 > num_all / 2
+    assert gathered == step["num_micro_batches"] * (2 * in_layers + 2 * rest)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "num_forward"),
     [("two share", 2, 1), ("two share, compiled", 2, 1), ("four share", 4, 2)],
@@ -230,7 +243,9 @@ def test_compiled_layers_are_one_graph_and_the_loss_another(steps, name):
     assert steps(name)["num_graphs"] == 2
 
 
-@pytest.mark.parametrize("name", ["compiled", "compiled, selective", "compiled LoRA"])
+@pytest.mark.parametrize(
+    "name", ["compiled", "compiled, selective", "compiled LoRA", "compiled nf4"]
+)
 def test_compiled_graphs_take_no_number_from_the_host(steps, name):
     """The scale of LoRA and the epsilon of a norm were float64 tensors on the host: each graph ran
     a kernel there, which needs a C++ compiler.
