@@ -47,6 +47,13 @@ def test_a_level_that_shifts_and_a_band_that_is_left_have_their_onset(num_points
     assert shift(series(values[:at]), sign=-1) is None
 
 
+def test_a_band_left_in_the_first_window_of_a_million_points_is_found():
+    values = np.zeros(1_000_000)
+    values[49] = 1
+    left = beyond(series(values), high=0.5, width=1)
+    assert left is not None and left.ends == (50, 50)
+
+
 T = np.arange(1, 2001)
 UP = np.minimum(T / 100, 1)
 SCHEDULES = {

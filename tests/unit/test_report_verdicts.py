@@ -3,6 +3,7 @@ and memory.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,24 +212,22 @@ def test_longer_steps_at_saves_are_normal_and_the_same_elsewhere_are_not():
     assert "time_high:stalls" in told(elsewhere) and "time_periodic" not in told(elsewhere)
 
 
-@pytest.mark.parametrize("num_steps", [2, 4, 20, 60])
+def short_run(num_steps: int, slow: int, **facts: Any) -> Report:
+    log = sft(put("train/time(s)", slow, 40.0))
+    series = {key: one[:num_steps] for key, one in log.series.items()}
+    return analyse(replace(log, series=series, **facts))
+
+
+@pytest.mark.parametrize("num_steps", [4, 20, 60])
 def test_the_first_step_of_a_short_run_is_no_stall(num_steps):
-    """Steps that start or compile are left out, also if all others save or validate."""
-    log = put("train/time(s)", 0, 40.0)(sft_run(2))
-    series = {key: one[:num_steps] for key, one in log.series.items() if key != "val/loss"}
-    evals = np.arange(2, num_steps + 1, 2)
-    series["val/loss"] = Series(evals, np.full(len(evals), 1.5))
-    short = replace(log, series=series, total_steps=num_steps, checkpoints=())
-    assert "time_high:stalls" not in told(analyse(short))
+    """Also if all others save or validate."""
+    saved = checkpoints(range(2, num_steps + 1, 2))
+    assert "time_high:stalls" not in told(short_run(num_steps, 0, checkpoints=saved))
 
 
 def test_the_first_step_after_a_resume_is_no_stall():
-    log = put("train/time(s)", 30, 40.0)(sft_run(2))
-    series = {key: one[:60] for key, one in log.series.items()}
-    short = replace(log, series=series, total_steps=60, checkpoints=())
-    assert "time_high:stalls" in told(analyse(short))
-    resumed = replace(short, events=(LogEvent(30, "start", "attempt 2"),))
-    assert "time_high:stalls" not in told(analyse(resumed))
+    start = LogEvent(30, "start", "attempt 2")
+    assert "time_high:stalls" not in told(short_run(60, 30, events=(start,)))
 
 
 @pytest.mark.covers("S0.26")

@@ -56,7 +56,9 @@ def beyond(
     begins, ends = runs(np.maximum(low - levels, levels - high) > margin)
     if not len(begins):
         return None
-    first, stop = int(starts[begins[0]]), int(starts[ends[0] - 1]) + width
+    # the first window stands for all values before it
+    first = int(starts[begins[0]]) if begins[0] else 0
+    stop = int(starts[ends[0] - 1]) + width
     values = series.values[:stop]
     outside = first + np.flatnonzero((values[first:] < low) | (values[first:] > high))
     begin = outside[0]
@@ -66,15 +68,11 @@ def beyond(
 
 
 def _windows(values: Floats, width: int) -> tuple[Floats, Ints]:
-    """Return overlapping windows as rows, and their starts. The last one ends at the last value.
-    The first one stands for all values before it.
-    """
+    """Return overlapping windows as rows, and their starts. The last one ends at the last value."""
     stride = max(1, width // PLACES_PER_WIDTH, len(values) // MAX_WINDOWS)
     first = (len(values) - width) % stride
     windows = rolling(values[first:], width, stride)
-    starts = first + stride * np.arange(len(windows))
-    starts[0] = 0
-    return windows, starts
+    return windows, first + stride * np.arange(len(windows))
 
 
 @dataclass(frozen=True)
