@@ -5,13 +5,21 @@ from them.
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from trainer.checkpoint import export, fsio, layout, shards
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.state import ModelShards
 from trainer.runtime.distributed import World
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the safetensors files in a directory."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def export_model(

@@ -10,20 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import whole_runs
 from families import VOCAB
 from family_trials import save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from whole_runs import stop_in_step, train
 
-from trainer.errors import EXIT_DONE
 from trainer.tools.verify.equality import compare_runs
 
 NUM_RANKS = 2
 TOTAL_STEPS = 6
 KILLED_IN_STEP = 5
-EQUAL: dict[str, Any] = {"exit code": EXIT_DONE, "differences": []}
-"""What `interrupted_run` returns where nothing differs."""
 SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' <end> ' "
@@ -66,13 +63,12 @@ def write_samples(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def words_of_run(root: Path, model: Path, run_dir: Path) -> tuple[str, ...]:
+def words_of_run(root: Path, model: Path) -> tuple[str, ...]:
     """`root` holds samples.jsonl and the cache of its tokens."""
     return (
         f"data.train_files={root}/samples.jsonl",
         f"data.cache_dir={root}/cache",
         f"model.partial_pretrain={model}",
-        f"trainer.default_local_dir={run_dir}",
         f"trainer.total_training_steps={TOTAL_STEPS}",
         "data.val_ratio=0",
         "data.max_length=40",
@@ -89,38 +85,21 @@ def words_of_run(root: Path, model: Path, run_dir: Path) -> tuple[str, ...]:
     )
 
 
-def interrupted_run(
-    root: Path, model: Path, *more: str, num_ranks: int = NUM_RANKS
-) -> dict[str, Any]:
-    """Tell how a run in one go differs from one that was killed and started again; `root` is the
+def interrupted_run(root: Path, model: Path, *more: str, num_ranks: int = NUM_RANKS) -> list[str]:
+    """Return how a run that was killed and started again differs from one in one go; `root` is the
     model's own.
     """
     straight, killed = root / "straight", root / "killed"
-    code, output = whole_runs.run(
-        num_ranks, *words_of_run(root, model, straight), *more, log=root / "straight.log"
-    )
-    if code != EXIT_DONE:
-        return {"exit code": code, "said": error_in(output).replace(str(model), "MODEL")}
-    kill, words = (
-        partial(whole_runs.stop_in_step, KILLED_IN_STEP, signal.SIGKILL),
-        (*words_of_run(root, model, killed), *more),
-    )
-    code, output = whole_runs.run(num_ranks, *words, log=root / "killed.log", before=kill)
-    assert code not in (EXIT_DONE, None) and "/global_step_4 (" in output, (code, output)
-    code, output = whole_runs.run(num_ranks, *words, log=root / "resumed.log")
-    if code != EXIT_DONE:
-        return {"exit code": code, "said": error_in(output)}
+    words = (*words_of_run(root, model), *more)
+    train(straight, num_ranks, *words)
+    kill = partial(stop_in_step, KILLED_IN_STEP, signal.SIGKILL)
+    output = train(killed, num_ranks, *words, code=None, before=kill)
+    assert "/global_step_4 (" in output, output
+    output = train(killed, num_ranks, *words)
     assert "/global_step_4 (" not in output and "/global_step_6 (" in output, output
     compared = compare_runs(straight, killed, steps=TOTAL_STEPS)
     assert compared.num_equal > TOTAL_STEPS
-    return {"exit code": EXIT_DONE, "differences": list(compared.differences)[:5]}
-
-
-def error_in(output: str) -> str:
-    """What a run that failed says of it: the first error of its own, or the end of a traceback."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR") and "Traceback" not in line]
-    return errors[0] if errors else "\n".join(lines[-8:])
+    return compared.differences[:5]
 
 
 def export_faults(checkpoint: Path) -> list[str]:

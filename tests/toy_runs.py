@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -54,6 +55,8 @@ class Recipe:
     save_timeout_s: int = 30
     resume_allow: tuple[str, ...] = ()
     has_trace: bool = False
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    """Other settings of `trainer.checkpoint`."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,12 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
         device="cpu",
         hang_timeout_s=20,
         checkpoint=CheckpointConfig(
-            save_contents=CONTENTS,
-            export_dtype="float32",
-            async_save=recipe.async_save,
+            **{
+                "save_contents": CONTENTS,
+                "export_dtype": "float32",
+                "async_save": recipe.async_save,
+                **recipe.checkpoint,
+            }
         ),
     )
 

@@ -2,7 +2,6 @@
 exports carry them.
 """
 
-import json
 import signal
 from functools import partial
 from pathlib import Path
@@ -10,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from exports import export_model
+from exports import export_model, tensors_in
 from families import VOCAB
 from family_runs import prepare, words_of_run
 from family_trials import heard, save_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from toy import model_config
+from toy import differing, model_config
 from transformers import AutoModelForCausalLM
-from whole_runs import run, stop_in_step
+from whole_runs import stop_in_step, train
 
 from trainer.checkpoint.export import OTHER_PARTS, ExportSource
 from trainer.checkpoint.model_files import ModelFiles
@@ -71,21 +70,6 @@ def add_tensors(model: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return added
 
 
-def stored(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor that the directory's index names, or that its single file holds."""
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        return load_file(directory / "model.safetensors")
-    places = json.loads(index.read_text())["weight_map"]
-    files = {name: load_file(directory / name) for name in set(places.values())}
-    assert sorted(places) == sorted(name for tensors in files.values() for name in tensors)
-    return {name: files[file][name] for name, file in places.items()}
-
-
-def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-
-
 def export_all(world: Any, root: Path) -> dict[str, Any]:
     """{family: what was logged}, each exported after a change of every parameter, in float32.
     Collective.
@@ -121,9 +105,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 @pytest.mark.parametrize("name", EXTRA)
 def test_every_tensor_is_in_the_export(exported, name):
     root, said = exported
-    theirs, ours = stored(root / name), stored(root / f"{name}-export")
+    theirs, ours = tensors_in(root / name), tensors_in(root / f"{name}-export")
     assert ours.keys() == theirs.keys()
-    assert {key for key in ours if same(ours[key], theirs[key])} == set(EXTRA[name])
+    assert ours.keys() - set(differing(ours, theirs)) == set(EXTRA[name])
     (line,) = [line for line in said[name] if "carry them unchanged" in line]
     assert f"{len(EXTRA[name])} tensors" in line and min(EXTRA[name]) in line
     _, report = AutoModelForCausalLM.from_pretrained(
@@ -160,22 +144,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, to
     return root, add_tensors(root / "model", MTP)
 
 
-def train(root: Path, run_dir: Path, *words: str, before: Any = None) -> int | None:
-    words = (*words_of_run(root, root / "model", run_dir), *FOUR_STEPS, *words)
-    return run(2, *words, log=run_dir.with_suffix(".log"), before=before)[0]
+def words_of(root: Path) -> tuple[str, ...]:
+    return (*words_of_run(root, root / "model"), *FOUR_STEPS)
+
+
+def require_carried(export: Path, added: dict[str, torch.Tensor]) -> None:
+    tensors = tensors_in(export)
+    assert not differing(added, {name: tensors[name] for name in added})
+    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
 def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(source, tmp_path):
-    root, added = source
-    assert train(root, tmp_path / "run", before=partial(stop_in_step, 4, signal.SIGKILL)) not in (
-        0,
-        None,
-    )
-    assert train(root, tmp_path / "run") == 0
-    checkpoint = tmp_path / "run" / "global_step_4"
-    tensors = stored(checkpoint / "huggingface")
-    assert all(same(tensors[name], tensor) for name, tensor in added.items())
-    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+    (root, added), run_dir = source, tmp_path / "run"
+    kill = partial(stop_in_step, 4, signal.SIGKILL)
+    train(run_dir, 2, *words_of(root), code=None, before=kill)
+    train(run_dir, 2, *words_of(root))
+    checkpoint = run_dir / "global_step_4"
+    require_carried(checkpoint / "huggingface", added)
     export_from_shards(checkpoint, tmp_path / "afterwards", dtype="bfloat16")
     saved, afterwards = (
         {file.name: file.read_bytes() for file in path.iterdir()}
@@ -186,13 +171,11 @@ def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(source, tmp
 
 def test_merged_adapters_carry_them_and_adapters_alone_do_not(source, tmp_path):
     root, added = source
-    assert train(root, tmp_path / "run", *LORA) == 0
+    train(tmp_path / "run", 2, *words_of(root), *LORA)
     checkpoint = tmp_path / "run" / "global_step_4"
     export_from_shards(checkpoint, tmp_path / "afterwards", dtype="bfloat16", lora="merged")
     for path in (checkpoint / "huggingface", tmp_path / "afterwards"):
-        tensors = stored(path)
-        assert all(same(tensors[name], tensor) for name, tensor in added.items())
-        assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+        require_carried(path, added)
         assert not (path / OTHER_PARTS).exists()
     export_from_shards(checkpoint, tmp_path / "adapter", dtype="bfloat16", lora="adapter")
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

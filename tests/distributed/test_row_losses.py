@@ -22,7 +22,7 @@ from toy import (
     write_model_config,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
-from whole_runs import run, stop_in_step, tiny_model
+from whole_runs import stop_in_step, tiny_model, train
 
 from trainer.data.batch_plan import Share
 from trainer.tools.report.readers import read_run
@@ -85,20 +85,13 @@ def words(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
-def start(run_dir: Path, words: tuple[str, ...], *, before: Any = None) -> tuple[int | None, str]:
-    words = (*words, f"trainer.default_local_dir={run_dir}")
-    return run(2, *words, log=run_dir.with_suffix(".log"), before=before)
-
-
 def test_a_killed_run_has_the_rows_of_one_go(tmp_path, words):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert start(straight, words)[0] == 0
-    kill = partial(stop_in_step, 5, signal.SIGKILL)
-    assert start(killed, words, before=kill)[0] not in (0, None)
+    train(straight, 2, *words)
+    train(killed, 2, *words, code=None, before=partial(stop_in_step, 5, signal.SIGKILL))
     with (killed / "row_losses.jsonl").open("a") as file:
         file.write('{"step":6,"attempt":1,"ids":[1],"tok')  # torn
-    code, output = start(killed, words)
-    assert code == 0, output
+    train(killed, 2, *words)
     (expected, _), (found, _) = (
         read_row_losses(run_dir / "row_losses.jsonl") for run_dir in (straight, killed)
     )
@@ -135,8 +128,7 @@ def test_the_report_names_the_row_that_stands_out(tmp_path, words):
         "trainer.total_training_steps=12",
         "optim.lr=0.01",
     )
-    code, output = start(run_dir, words)
-    assert code == 0, output
+    train(run_dir, 2, *words)
     log = read_run(run_dir)
     assert log.hard_rows[0].place == f"{file}:17" and log.hard_rows[0].excess > 0
     _, hardest = read_hard_rows(run_dir / "row_losses.jsonl", limit=3)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-from trainer.tracking import read_metrics
+from whole_runs import curve
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SMALL = (
@@ -83,21 +82,11 @@ def wait_for_step(
     """Until the log of the run has a row of `step`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if any(row["step"] >= step for row in rows(run_dir)):
+        if max(curve(run_dir), default=0) >= step:
             return
         assert process.poll() is None, f"the run ended with {process.returncode} before step {step}"
         time.sleep(0.02)
     raise AssertionError(f"no step {step} within {timeout_s} s")
-
-
-def rows(run_dir: Path) -> list[dict[str, float]]:
-    path = run_dir / "metrics.jsonl"
-    return read_metrics(path) if path.exists() else []
-
-
-def curve(run_dir: Path, key: str) -> dict[int, float]:
-    """{step: value}, the newest attempt of each step."""
-    return {int(row["step"]): row[key] for row in rows(run_dir) if key in row}
 
 
 def processes_of(run_dir: Path) -> list[int]:

@@ -123,14 +123,7 @@ def write_whole(path: Path) -> None:
 def trained(run_dir: Path, steps: int, *words: str, num_ranks: int = 2) -> Path:
     """The checkpoint of a run."""
     words = (*words, f"trainer.total_training_steps={steps}", "trainer.save_freq=-1")
-    code, output = whole_runs.run(
-        num_ranks,
-        *words,
-        f"trainer.default_local_dir={run_dir}",
-        log=run_dir.with_suffix(".log"),
-        timeout_s=500,
-    )
-    assert code == 0, output
+    whole_runs.train(run_dir, num_ranks, *words, timeout_s=500)
     return run_dir / f"global_step_{steps}"
 
 

@@ -186,11 +186,7 @@ class Campaign:
         words = (*self._base, f"trainer.save_freq={save_freq}", f"trainer.max_ckpt_to_keep={keep}")
         straight = self._root / f"straight_{world_size}_{save_freq}_{keep}"
         if not straight.exists():
-            run = Run(straight, world_size, words, straight)
-            code, output = whole_runs.run(
-                world_size, *run.all_words, log=run.log, timeout_s=ENDED_WITHIN_S
-            )
-            assert code == EXIT_DONE, output
+            whole_runs.train(straight, world_size, *words, timeout_s=ENDED_WITHIN_S)
         self._num_runs += 1
         self._lost_rows.clear()
         return Run(self._root / f"run{self._num_runs}", world_size, words, straight)

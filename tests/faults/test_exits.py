@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import Attempt, started, tiny_model
+from whole_runs import Attempt, before_steps, started, tiny_model
 
 from trainer.checkpoint import fsio, manager
 from trainer.checkpoint.lock import LOCK
@@ -46,16 +46,11 @@ def assert_given_back(run_dir: Path, code: int) -> None:
 
 
 def crash_in_third_step() -> None:
-    from trainer.train import fit
-
-    step = fit.training_step
-
-    def training_step(run: Any, batch: Any) -> Any:
-        if batch.step == 3:
+    def crash(run: Any, step: int) -> None:
+        if step == 3:
             raise RuntimeError("something nobody thought of")
-        return step(run, batch)
 
-    fit.training_step = training_step
+    before_steps(crash)
 
 
 def refuse(number: int, kinds: str, name: str = "global", *, is_patient: bool = False) -> None:

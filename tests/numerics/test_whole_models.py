@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exports import export_model
+from exports import export_model, tensors_in
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -115,10 +115,6 @@ def results(request: pytest.FixtureRequest, root: Path) -> tuple[int, dict[str, 
     return request.param, run_ranks(train_all, request.param, root, timeout_s=300)[0]
 
 
-def stored(path: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
 def unchanged(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> set[str]:
     """Return the names of the tensors with equal bits; both sides must have the same names."""
     assert ours.keys() == theirs.keys()
@@ -139,8 +135,8 @@ def test_the_export_is_the_whole_again_with_another_text_part(results, root, nam
     world_size, by_name = results
     assert isinstance(by_name[name], dict), by_name[name]
     export = root / f"{name}-export-{world_size}"
-    theirs = stored(root / name)
-    same = unchanged(stored(export), theirs)
+    theirs = tensors_in(root / name)
+    same = unchanged(tensors_in(export), theirs)
     assert EXTRA in same and len(same) == by_name[name]["passes"] > 10
     assert {theirs[key].dtype for key in same} == {torch.float32, torch.bfloat16}
     assert not any("vis" in key or "projector" in key for key in theirs.keys() - same)
@@ -181,8 +177,8 @@ def test_adapters_of_the_text_part_load_in_the_whole(results, root, name):
     assert not torch.allclose(before, trained, atol=1e-2)
     torch.testing.assert_close(of_adapter, trained, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(of_merged, trained, rtol=1e-5, atol=1e-4)
-    theirs = stored(root / name)
-    changed = theirs.keys() - unchanged(stored(merged), theirs)
+    theirs = tensors_in(root / name)
+    changed = theirs.keys() - unchanged(tensors_in(merged), theirs)
     assert len(changed) == len(lora) // 2
     assert not any("vis" in key or "projector" in key for key in changed)
 
@@ -211,8 +207,8 @@ def test_names_of_the_files_are_kept_whichever_transformers_reads(root, tmp_path
 
     source = rewritten(root / "gemma3", tmp_path / "renamed", renamed)
     result = run_ranks(train_one, 2, source, tmp_path / "export")[0]
-    exported = stored(tmp_path / "export")
-    assert exported.keys() == stored(tmp_path / "renamed").keys()
+    exported = tensors_in(tmp_path / "export")
+    assert exported.keys() == tensors_in(tmp_path / "renamed").keys()
     embeddings = exported["model.language_model.embed_tokens.weight"]
     assert torch.equal(exported["lm_head.weight"], embeddings)
     whole = whole_checkpoint(ModelSource(str(root / "gemma3")))
