@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 from trainer.checkpoint import export, fsio, layout, shards
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.state import ModelShards
+from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.runtime.distributed import World
 
 
@@ -50,3 +52,14 @@ def export_model(
     records = export.write_export(plan, target, saved, buffers, share=(world.rank, world.size))
     dist.barrier()
     return records
+
+
+def export_changed(world: World, model: Any, source: ModelSource, target: Path) -> None:
+    """Change every tensor as an update would, and export the model with what else its checkpoint
+    holds, in float32.
+    """
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *shards.weight_buffers(model).values()):
+            tensor.mul_(1.25)
+    files, whole = ModelFiles.read(Path(source.path)), whole_checkpoint(source)
+    export_model(world, model, target, ExportSource(files, None, (), whole), dtype="float32")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import FsdpConfig, GuardConfig, ModelConfig, OptimConfig, TrainerConfig
 from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
@@ -111,6 +111,14 @@ def write_model_config(path: Path, model_type: str = "qwen2", **changes: Any) ->
     config = AutoConfig.for_model(model_type, **{**settings, **changes})
     config.save_pretrained(path)
     return ModelSource(str(path), random_weights=True)
+
+
+def write_weights(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Save random weights for the config.json of a directory; return the model."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+    model.save_pretrained(path)
+    return model
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -263,6 +271,15 @@ def short_run(world: World, source: ModelSource, *, total_steps: int, **changes:
     )
     assert fit(run) == 0
     return run
+
+
+def trained(
+    world: World, source: ModelSource, *, total_steps: int, **changes: Any
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """(losses, norms, whole parameters at the end) of a short run."""
+    run = short_run(world, source, total_steps=total_steps, **changes)
+    rows: Any = run.tracking
+    return rows.column("train/loss"), rows.column("train/grad_norm"), full_parameters(run.model)
 
 
 def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -26,7 +26,6 @@ from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import Start, choose, decide_start
 from trainer.config import CheckpointConfig, TrainerConfig
-from trainer.data.batch_plan import Schedule, Share
 from trainer.model.pretrained import whole_checkpoint
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
@@ -203,9 +202,7 @@ def run(
         checkpoints.load(start.checkpoint)
         checkpoints.settle(start.checkpoint.step, parts.guard.history)
     loaded, loaded_moments = full_parameters(model), moments_of(parts)
-    recorder = (
-        Tracer(run_dir / TRACE, parts, recipe) if recipe.has_trace and world.is_main else Recorder()
-    )
+    recorder = Tracer(run_dir / TRACE, parts) if recipe.has_trace and world.is_main else Recorder()
     parts.checkpoints, parts.tracking = checkpoints, recorder  # type: ignore[assignment]
     with patch.object(step, "local_square_sum", gradient_sum):
         code = 0 if start.is_complete else fit(parts)
@@ -250,14 +247,11 @@ def moments_of(parts: Run) -> dict[str, torch.Tensor]:
 
 
 class Tracer(Recorder):
-    """Appends a line per step to a file: exact loss, norm, rate; digests of samples and of this
-    rank's state.
-    """
+    """Appends a line per step to a file: exact loss, norm, rate; a digest of this rank's state."""
 
-    def __init__(self, path: Path, parts: Run, recipe: Recipe) -> None:
+    def __init__(self, path: Path, parts: Run) -> None:
         super().__init__()
         self._parts = parts
-        self._schedule = Schedule((Share(24),), recipe.batch_size, seed=3)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
@@ -269,7 +263,6 @@ class Tracer(Recorder):
             "loss": float(data["train/loss"]).hex(),
             "grad_norm": float(data["train/grad_norm"]).hex(),
             "lr": float(data["train/lr(1e-3)"]).hex(),
-            "ids": hashlib.sha256(self._schedule.rows(step).tobytes()).hexdigest()[:16],
             "state": self._digest(),
         }
         os.write(self._file, (json.dumps(line) + "\n").encode())

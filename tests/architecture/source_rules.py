@@ -4,7 +4,6 @@ what is wrong`).
 
 import ast
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 CORE = "errors config runtime tracking quickstart data model optim checkpoint train"
@@ -42,18 +41,13 @@ def module_name(relative_path: str) -> str:
     return relative_path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
-@dataclass(frozen=True)
-class Import:
-    target: str
-    line: int
-
-
-def imports_of(module: str, source: str, known: Iterable[str]) -> list[Import]:
-    """Every import of a file, inside functions too; `from package import name` means `package.name`
-    where that is one of the `known` modules. Implied imports of parent packages do not count.
+def imports_of(module: str, source: str, known: Iterable[str]) -> list[tuple[str, int]]:
+    """(target, line) of every import of a file, inside functions too; `from package import name`
+    means `package.name` where that is one of the `known` modules. Implied imports of parent
+    packages do not count.
     """
     nodes = ast.walk(ast.parse(source))
-    return [Import(t, node.lineno) for node in nodes for t in _targets(node, module, set(known))]  # type: ignore[attr-defined]
+    return [(t, node.lineno) for node in nodes for t in _targets(node, module, set(known))]  # type: ignore[attr-defined]
 
 
 def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
@@ -74,8 +68,7 @@ def wrong_imports(sources: Sources) -> list[str]:
     found = []
     for module, source in sources.items():
         tool = _tool_of(module)
-        for item in imports_of(module, source, sources):
-            target = item.target
+        for target, line in imports_of(module, source, sources):
             if not target.startswith("trainer."):
                 continue
             if tool is not None:
@@ -86,7 +79,7 @@ def wrong_imports(sources: Sources) -> list[str]:
             else:
                 is_right = floor_of(target) <= floor_of(module)
             if not is_right:
-                found.append(f"{module}:{item.line}: may not import {target}")
+                found.append(f"{module}:{line}: may not import {target}")
     return found
 
 
@@ -99,7 +92,7 @@ def _tool_of(module: str) -> str | None:
 def import_cycle(sources: Sources) -> list[str]:
     """A cycle between files, empty where there is none."""
     graph = {
-        module: {item.target for item in imports_of(module, source, sources)} & sources.keys()
+        module: {target for target, _ in imports_of(module, source, sources)} & sources.keys()
         for module, source in sources.items()
     }
     try:

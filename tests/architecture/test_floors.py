@@ -145,9 +145,9 @@ def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(
     while waiting:
         found |= waiting
         targets = {
-            entry.target
+            target
             for module in waiting
-            for entry in rules.imports_of(module, sources[module], sources)
+            for target, _ in rules.imports_of(module, sources[module], sources)
         }
         waiting = {target for target in targets if target.startswith(package)} - found
     assert sorted(TOKEN_MODULES) == sorted(module.removeprefix(package) for module in found)

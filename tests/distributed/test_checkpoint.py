@@ -15,7 +15,7 @@ from toy import ToySamples, build_toy_model, optim_config, toy_run, write_model_
 from toy_runs import Recipe, checkpoint_manager, equal, flip, run, save_now
 from transformers import AutoModelForCausalLM
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.errors import CannotWriteError
 from trainer.optim.schedule import LrSchedule
@@ -44,15 +44,6 @@ def copy_up_to(run_dir: Path, target: Path, step: int) -> Path:
             shutil.copytree(info.path, target / info.path.name)
     (target / layout.POINTER).write_text(str(step))
     return target
-
-
-@pytest.mark.covers("S3.20", "S3.27", "S3.28", "S3.29")
-def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path):
-    (run_dir, whole), step = straight, 4
-    again = run_ranks(run, 2, copy_up_to(run_dir, tmp_path / "run", step), source, Recipe())[0]
-    assert again.start_step == step
-    assert again.losses == {s: value for s, value in whole.losses.items() if s > step}
-    assert equal(again.parameters, whole.parameters) and equal(again.moments, whole.moments)
 
 
 @pytest.mark.covers("S3.16", "S3.17", "S3.18", "S3.19", "S3.20", "S3.21", "S3.22", "S3.23", "S3.52")
@@ -104,41 +95,6 @@ def test_a_changed_schedule_is_named(caplog):
     assert caplog.text == ""
     part.load_state_dict(saved | {"peak_lr": 1e-5, "total_steps": 12})
     assert "peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20" in caplog.text
-
-
-def save_failing(world: Any, run_dir: Path, source: Any, failing_rank: int) -> Any:
-    """One rank cannot write its shards: steps saved after a try, (errors) of a required save,
-    and of a good one.
-    """
-    run_dir.mkdir(exist_ok=True)
-    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
-    checkpoints = checkpoint_manager(world, run_dir, source, parts, Recipe())
-
-    def full_disk(operation: fsio.Operation) -> None:
-        if operation.kind == "write" and operation.path.name.startswith("model_"):
-            raise OSError(28, "No space left on device", str(operation.path))
-
-    fsio.observer = full_disk if world.rank == failing_rank else None
-    save_now(checkpoints, parts, is_required=False)
-    metrics = checkpoints.take_metrics(0)
-    try:
-        save_now(checkpoints, parts, is_required=True)
-        error = ""
-    except CannotWriteError as failure:
-        error = str(failure)
-    fsio.observer = None
-    save_now(checkpoints, parts, is_required=True)
-    return metrics["checkpoint/failed_in_a_row"], error
-
-
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_rank_that_cannot_write_fails_the_save_on_all(source, tmp_path, failing_rank):
-    for num_failed, error in run_ranks(save_failing, 2, tmp_path / "run", source, failing_rank):
-        assert num_failed == 1
-        for named in (f"rank {failing_rank}", "No space left", "model_world_size_2"):
-            assert named in error
-    assert [info.status for info in layout.checkpoints(tmp_path / "run")] == ["committed"]
-    assert layout.leftovers(tmp_path / "run") == []
 
 
 def save_poisoned(world: Any, run_dir: Path, source: Any, where: str) -> str:

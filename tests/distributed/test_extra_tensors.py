@@ -2,28 +2,23 @@
 exports carry them.
 """
 
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exports import export_model, tensors_in
+from exports import export_changed, tensors_in
 from families import VOCAB
 from family_runs import prepare, words_of_run
 from family_trials import heard, save_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from toy import differing, model_config
+from toy import build, differing
 from transformers import AutoModelForCausalLM
-from whole_runs import stop_in_step, train
+from whole_runs import train
 
-from trainer.checkpoint.export import OTHER_PARTS, ExportSource
-from trainer.checkpoint.model_files import ModelFiles
+from trainer.checkpoint.export import OTHER_PARTS
 from trainer.checkpoint.offline_export import export_from_shards
-from trainer.checkpoint.shards import weight_buffers
-from trainer.model.assemble import build_model, design_model
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 
 _EXPERT = "mlp.experts.0"
@@ -78,17 +73,8 @@ def export_all(world: Any, root: Path) -> dict[str, Any]:
     for name in EXTRA:
         source = ModelSource(str(root / name))
         with heard() as lines:
-            whole = whole_checkpoint(source)
-            model: Any = build_model(
-                design_model(model_config(random_weights=False), source, max_length=64),
-                world=world,
-                seed=1,
-            )
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *weight_buffers(model).values()):
-                tensor.mul_(1.25)
-        export_source = ExportSource(ModelFiles.read(Path(source.path)), None, (), whole)
-        export_model(world, model, root / f"{name}-export", export_source, dtype="float32")
+            model = build(world, source, random_weights=False)
+            export_changed(world, model, source, root / f"{name}-export")
         said[name] = lines
     return said
 
@@ -137,45 +123,17 @@ LORA = (
 )
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    root = tmp_path_factory.mktemp("mtp")
-    prepare(root, "qwen2")
-    return root, add_tensors(root / "model", MTP)
-
-
-def words_of(root: Path) -> tuple[str, ...]:
-    return (*words_of_run(root, root / "model"), *FOUR_STEPS)
-
-
-def require_carried(export: Path, added: dict[str, torch.Tensor]) -> None:
-    tensors = tensors_in(export)
-    assert not differing(added, {name: tensors[name] for name in added})
-    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
-
-
-def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(source, tmp_path):
-    (root, added), run_dir = source, tmp_path / "run"
-    kill = partial(stop_in_step, 4, signal.SIGKILL)
-    train(run_dir, 2, *words_of(root), code=None, before=kill)
-    train(run_dir, 2, *words_of(root))
-    checkpoint = run_dir / "global_step_4"
-    require_carried(checkpoint / "huggingface", added)
-    export_from_shards(checkpoint, tmp_path / "afterwards", dtype="bfloat16")
-    saved, afterwards = (
-        {file.name: file.read_bytes() for file in path.iterdir()}
-        for path in (checkpoint / "huggingface", tmp_path / "afterwards")
-    )
-    assert saved == afterwards
-
-
-def test_merged_adapters_carry_them_and_adapters_alone_do_not(source, tmp_path):
-    root, added = source
-    train(tmp_path / "run", 2, *words_of(root), *LORA)
+def test_merged_adapters_carry_them_and_adapters_alone_do_not(tmp_path):
+    prepare(tmp_path, "qwen2")
+    added = add_tensors(tmp_path / "model", MTP)
+    words = words_of_run(tmp_path, tmp_path / "model")
+    train(tmp_path / "run", 2, *words, *FOUR_STEPS, *LORA)
     checkpoint = tmp_path / "run" / "global_step_4"
     export_from_shards(checkpoint, tmp_path / "afterwards", dtype="bfloat16", lora="merged")
     for path in (checkpoint / "huggingface", tmp_path / "afterwards"):
-        require_carried(path, added)
+        tensors = tensors_in(path)
+        assert not differing(added, {name: tensors[name] for name in added})
+        assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
         assert not (path / OTHER_PARTS).exists()
     export_from_shards(checkpoint, tmp_path / "adapter", dtype="bfloat16", lora="adapter")
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

@@ -3,8 +3,6 @@ kills; the report names the rows that stand out.
 """
 
 import json
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,11 @@ from toy import (
     write_model_config,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
-from whole_runs import stop_in_step, tiny_model, train
+from whole_runs import tiny_model, train
 
 from trainer.data.batch_plan import Share
 from trainer.tools.report.readers import read_run
-from trainer.tracking import read_metrics
-from trainer.tracking.row_losses import read_hard_rows, read_row_losses
+from trainer.tracking.row_losses import read_hard_rows
 from trainer.train.fit import fit
 
 STEPS = 6
@@ -83,28 +80,6 @@ def words(tmp_path: Path) -> tuple[str, ...]:
         "trainer.test_freq=-1",
         "trainer.logger=[]",
     )
-
-
-def test_a_killed_run_has_the_rows_of_one_go(tmp_path, words):
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    train(straight, 2, *words)
-    train(killed, 2, *words, code=None, before=partial(stop_in_step, 5, signal.SIGKILL))
-    with (killed / "row_losses.jsonl").open("a") as file:
-        file.write('{"step":6,"attempt":1,"ids":[1],"tok')  # torn
-    train(killed, 2, *words)
-    (expected, _), (found, _) = (
-        read_row_losses(run_dir / "row_losses.jsonl") for run_dir in (straight, killed)
-    )
-    assert list(expected) == list(found) == list(range(1, STEPS + 1))
-    for step, losses in expected.items():
-        assert losses.ids == found[step].ids
-        np.testing.assert_array_equal(losses.loss_sums, found[step].loss_sums)
-    rows = read_metrics(straight / "metrics.jsonl")
-    for row in rows:
-        if row["kind"] == "train":
-            losses = expected[row["step"]]
-            mean = losses.loss_sums.sum() / losses.tokens.sum()
-            assert mean == pytest.approx(row["train/loss"], rel=1e-6)
 
 
 def test_the_report_names_the_row_that_stands_out(tmp_path, words):

@@ -60,20 +60,6 @@ def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path, sou
     assert layout.checkpoints(tmp_path / "run") == []
 
 
-def test_a_complete_run_writes_nothing_and_a_damaged_last_checkpoint_is_not_complete(
-    tmp_path, source
-):
-    run_dir = tmp_path / "run"
-    whole = run_ranks(run, 2, run_dir, source, Recipe())[0]
-    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    assert run_ranks(run, 2, run_dir, source, Recipe())[0].losses == {}
-    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
-    victim = run_dir / "global_step_6" / layout.extra_file(2, 1)
-    victim.write_bytes(victim.read_bytes()[:-1] + b"x")
-    again = run_ranks(run, 2, run_dir, source, Recipe())[0]
-    assert again.start_step == 4 and again.losses == {step: whole.losses[step] for step in (5, 6)}
-
-
 def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
     said: list[str] = []
     start.logger.info = start.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]

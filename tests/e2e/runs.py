@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+from processes import wait_until
 from whole_runs import curve
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -76,17 +76,13 @@ def started(
         process.communicate()
 
 
-def wait_for_step(
-    run_dir: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180.0
-) -> None:
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Until the log of the run has a row of `step`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if max(curve(run_dir), default=0) >= step:
-            return
-        assert process.poll() is None, f"the run ended with {process.returncode} before step {step}"
-        time.sleep(0.02)
-    raise AssertionError(f"no step {step} within {timeout_s} s")
+    wait_until(
+        lambda: max(curve(run_dir), default=0) >= step or process.poll() is not None,
+        timeout_s=180.0,
+    )
+    assert max(curve(run_dir), default=0) >= step, f"no step {step}; exit code {process.poll()}"
 
 
 def processes_of(run_dir: Path) -> list[int]:

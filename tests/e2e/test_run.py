@@ -20,6 +20,7 @@ from whole_runs import curve, train
 from trainer.checkpoint import layout
 from trainer.tools.plan.disk import plan_disk
 from trainer.tools.plan.memory import plan_memory
+from trainer.tracking.row_losses import read_row_losses
 from trainer.train.start.compose import load_config
 
 
@@ -92,6 +93,11 @@ def kill_after(step: int, cwd: Path, *overrides: str, delay_s: float = 0.0) -> N
     assert processes_of(cwd) == [], "a rank outlived its job"
 
 
+def losses_of_rows(run_dir: Path) -> dict[int, tuple[list[int], list[float]]]:
+    losses, _ = read_row_losses(run_dir / "row_losses.jsonl")
+    return {step: (found.ids, found.loss_sums.tolist()) for step, found in losses.items()}
+
+
 def every_value(run_dir: Path, key: str) -> set[tuple[int, float]]:
     """(step, value) of all attempts, those too that no longer count."""
     lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
@@ -106,7 +112,7 @@ def killed(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd
 
 
-@pytest.mark.covers("S3.27", "S3.29")
+@pytest.mark.covers("S3.27", "S3.28", "S3.29")
 def test_kill_9_then_the_same_command(straight, killed, cache, tmp_path):
     """Killed and continued, every attempt equals the uninterrupted run, bit by bit.
 
@@ -125,6 +131,7 @@ def test_kill_9_then_the_same_command(straight, killed, cache, tmp_path):
     assert again.returncode == 0, again.stdout
     found = compare_runs(straight[0], run_dir, steps=12)
     assert found.num_equal > 10 and not found.differences, found.differences
+    assert losses_of_rows(run_dir) == losses_of_rows(straight[0])
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert every_value(run_dir, key) == every_value(straight[0], key), key
 

@@ -127,7 +127,6 @@ class Report:
     in which a checkpoint is broken under its final name, and was not so at the start.
     """
 
-    num_cuts: int = 0
     num_sampled_cuts: int = 0
     num_torn: int = 0
     faults: list[str] = field(default_factory=list)
@@ -178,7 +177,6 @@ class Explorer:
         place: str,
     ) -> None:
         is_sampled = disk.num_combinations() > self._max_combinations
-        report.num_cuts += 1
         report.num_sampled_cuts += is_sampled
         for state in disk.sample(self._max_combinations, chance) if is_sampled else disk.states():
             if report.reached.get(state) == promise:

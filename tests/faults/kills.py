@@ -116,9 +116,6 @@ class Run:
         steps = re.findall(r"saved \S+/global_step_(\d+)\b", self.log.read_text())
         return {int(step) for step in steps}
 
-    def rows(self) -> dict[tuple[str, int, int], dict[str, Any]]:
-        return rows_of(self.run_dir)
-
 
 def rows_of(run_dir: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
     """Return the rows of every attempt by kind, step and attempt. A kill may tear the last line, a
@@ -299,7 +296,7 @@ def different_rows(current: Run) -> list[str]:
     """Return numbers in any attempt that are not those of the undisturbed run, bit by bit."""
     expected = {(kind, step): row for (kind, step, _), row in rows_of(current.straight).items()}
     found = []
-    for (kind, step, _), row in current.rows().items():
+    for (kind, step, _), row in rows_of(current.run_dir).items():
         # Each attempt's first row has some more.
         for name, value in expected.get((kind, step), {}).items():
             is_compared = kind in ("train", "val") and not TIMED.match(name)
@@ -316,7 +313,7 @@ def different_checkpoints(current: Run) -> list[str]:
     undisturbed = layout.committed(current.straight)
     straight = Run(current.straight, current.world_size, (), current.straight)
     firsts: dict[int, int] = {}
-    for kind, step, attempt in current.rows():
+    for kind, step, attempt in rows_of(current.run_dir):
         if kind == "train":
             firsts.setdefault(attempt, step)
     saved = sorted(straight.announced() | {step - 1 for step in firsts.values()})

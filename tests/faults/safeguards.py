@@ -113,14 +113,14 @@ SAFEGUARDS = (
         SAVE,
         'error = f"{type(failure).__name__}: {failure}"',
         "pass",
-        ("distributed/test_checkpoint.py",),
+        ("distributed/test_save_faults.py",),
     ),
     Mutation(
         "no acknowledgement: the main rank ignores what others report",
         SAVE,
         "enumerate(reports) if error is not None\n",
         "enumerate(reports) if False\n",
-        ("distributed/test_checkpoint.py",),
+        ("distributed/test_save_faults.py",),
     ),
     Mutation(
         "a silent rank counts as done",
@@ -253,7 +253,7 @@ SAFEGUARDS = (
         MANAGER,
         "if self._num_failed_in_a_row > len(RETRY_AFTER_S) and not is_required:",
         "if False:",
-        ("distributed/test_async_save.py",),
+        ("faults/test_exits.py",),
     ),
     Mutation(
         "pickles may run code",

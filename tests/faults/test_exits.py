@@ -4,7 +4,6 @@ what it holds.
 
 import errno
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import Attempt, before_steps, started, tiny_model
+from processes import wait_until
+from whole_runs import before_steps, started, tiny_model
 
 from trainer.checkpoint import fsio, manager
 from trainer.checkpoint.lock import LOCK
@@ -28,14 +28,6 @@ Before = Callable[[], None]
 def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     model = tiny_model(tmp_path_factory.mktemp("exits"))
     return (*model, "data.num_workers=1", "trainer.total_training_steps=4")
-
-
-def wait_for(text: str, attempt: Attempt, timeout_s: float = 60.0) -> None:
-    """Until the run has printed it, or is over."""
-    deadline = time.monotonic() + timeout_s
-    while text not in attempt.output and not attempt.is_over():
-        assert time.monotonic() < deadline, attempt.output
-        time.sleep(0.005)
 
 
 def assert_given_back(run_dir: Path, code: int) -> None:
@@ -148,7 +140,7 @@ def test_a_run_whose_save_fails_ends(words, tmp_path, name):
     ending, run_dir = ENDINGS[name], tmp_path / "run"
     words = (*words, f"trainer.default_local_dir={run_dir}", *ending.changes)
     with started(2, *words, log=tmp_path / "log", before=ending.before) as attempt:
-        wait_for("step 2/", attempt)
+        assert wait_until(lambda: "step 2/" in attempt.output or attempt.is_over(), timeout_s=60)
         if ending.disturb is not None:
             ending.disturb(run_dir)
             attempt.send(signal.SIGTERM)

@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from toy import write_weights
 from whole_runs import curve, run, started, tiny_model, train
 
 from trainer.errors import EXIT_BAD_DATA, EXIT_DONE, EXIT_USAGE
@@ -53,10 +52,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a machine, to be copied."""
     root = tmp_path_factory.mktemp("machine")
     tiny_model(root)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root / "model")).save_pretrained(
-        root / "model"
-    )
+    write_weights(root / "model")
     (root / "data.jsonl").write_text(quickstart_rows(0, NUM_ROWS))
     (root / "chat.jinja").write_text(TEMPLATE)
     return root

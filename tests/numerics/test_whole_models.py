@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exports import export_model, tensors_in
+from exports import export_changed, export_model, tensors_in
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -21,7 +21,6 @@ from whole_models import EXTRA, WRAPPERS, write_whole_model
 from trainer.checkpoint.base_weights import Adapter
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.model_files import ModelFiles
-from trainer.checkpoint.shards import weight_buffers
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import adapters
@@ -51,13 +50,11 @@ def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, An
     with torch.no_grad():
         loss = sum(model(pack(SAMPLES, members)).loss_sum.double() for members in dealt)
         torch.distributed.all_reduce(loss)
-        for tensor in (*model.parameters(), *weight_buffers(model).values()):
-            tensor.mul_(1.25)
-        logits = run_logits(model)
+    export_changed(world, model, source, export_dir)
     whole = whole_checkpoint(source)
     assert whole is not None
-    export_source = ExportSource(ModelFiles.read(Path(source.path)), None, (), whole)
-    export_model(world, model, export_dir, export_source, dtype="float32")
+    with torch.no_grad():
+        logits = run_logits(model)
     return {"loss": float(loss), "logits": logits, "passes": len(whole.others)}
 
 
