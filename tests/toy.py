@@ -273,15 +273,6 @@ def short_run(world: World, source: ModelSource, *, total_steps: int, **changes:
     return run
 
 
-def trained(
-    world: World, source: ModelSource, *, total_steps: int, **changes: Any
-) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """(losses, norms, whole parameters at the end) of a short run."""
-    run = short_run(world, source, total_steps=total_steps, **changes)
-    rows: Any = run.tracking
-    return rows.column("train/loss"), rows.column("train/grad_norm"), full_parameters(run.model)
-
-
 def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """{name: whole tensor}, collective."""
     whole = {

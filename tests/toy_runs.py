@@ -4,7 +4,6 @@ parts and a trace.
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -17,9 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_run
 
-from trainer.checkpoint import finished
+from trainer.checkpoint import finished, layout
 from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.layout import step_dir_name
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_files import ModelFiles
@@ -37,7 +35,8 @@ from trainer.train.run import Run
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8
-TOLD = logging.getLogger("told")
+TOLD: list[tuple[str, int, str]] = []
+"""What became of the saves of this rank: kind, step, message."""
 TRACE = "trace.jsonl"
 
 
@@ -113,8 +112,7 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
 
 
 def tell(kind: str, step: int, message: str, level: str) -> None:
-    """What became of a save, on every rank: to whoever listens to `TOLD`."""
-    TOLD.info("%s %d: %s", kind, step, message)
+    TOLD.append((kind, step, message))
 
 
 def checkpoint_manager(
@@ -208,7 +206,7 @@ def run(
         code = 0 if start.is_complete else fit(parts)
     if start.lock is not None:
         if code == 0:
-            last = run_dir / step_dir_name(parts.batches.step)
+            last = run_dir / layout.step_dir_name(parts.batches.step)
             finished.write(last, finished.Finished(ended_early=False, message=""))
         start.lock.release()
     losses = {
@@ -229,9 +227,11 @@ def run(
 
 
 def begun(run_dir: Path, target: Path, step: int) -> Path:
-    """The run as it was after this step, in `target`: what comes later is not there."""
-    shutil.copytree(run_dir / step_dir_name(step), target / step_dir_name(step))
-    (target / "latest_checkpointed_iteration.txt").write_text(str(step))
+    """The checkpoints as they were after this step, in `target`: later ones are not there."""
+    for info in layout.checkpoints(run_dir):
+        if info.step <= step:
+            shutil.copytree(info.path, target / info.path.name)
+    (target / layout.POINTER).write_text(str(step))
     return target
 
 

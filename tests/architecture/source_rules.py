@@ -57,8 +57,9 @@ def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
         assert node.module is not None and node.level == 0, f"{module}: a relative import"
         names = [f"{node.module}.{alias.name}" for alias in node.names]
         return [name if name in known else node.module for name in names]
-    is_call = isinstance(node, ast.Call) and _leaf(node.func) in ("import_module", "__import__")
-    return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)] if is_call else []  # type: ignore[attr-defined]
+    if isinstance(node, ast.Call) and _dotted(node.func).endswith(("import_module", "__import__")):
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]  # type: ignore[misc]
+    return []
 
 
 def wrong_imports(sources: Sources) -> list[str]:
@@ -178,8 +179,3 @@ def _dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
     return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
-
-
-def _leaf(node: ast.AST) -> str:
-    """The last part of a name: of `self.buffers.wait` and `made().wait`, `wait`."""
-    return getattr(node, "attr", getattr(node, "id", ""))

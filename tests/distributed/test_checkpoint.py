@@ -3,7 +3,6 @@ the right directory.
 """
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from toy import ToySamples, build_toy_model, optim_config, toy_run, write_model_config
-from toy_runs import Recipe, checkpoint_manager, equal, flip, run, save_now
+from toy_runs import Recipe, begun, checkpoint_manager, equal, flip, run, save_now
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import layout
@@ -35,15 +34,6 @@ def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
     """An uninterrupted run on two ranks, its checkpoints of steps 2, 4, 6 kept."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
     return run_dir, run_ranks(run, 2, run_dir, source, Recipe())[0]
-
-
-def copy_up_to(run_dir: Path, target: Path, step: int) -> Path:
-    """Return a copy of what the disk held after the save of `step`."""
-    for info in layout.checkpoints(run_dir):
-        if info.step <= step:
-            shutil.copytree(info.path, target / info.path.name)
-    (target / layout.POINTER).write_text(str(step))
-    return target
 
 
 @pytest.mark.covers("S3.16", "S3.17", "S3.18", "S3.19", "S3.20", "S3.21", "S3.22", "S3.23", "S3.52")
@@ -71,7 +61,7 @@ def test_layout_manifest_and_export(straight, source):
 
 
 def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path):
-    run_dir = copy_up_to(straight[0], tmp_path / "run", 6)
+    run_dir = begun(straight[0], tmp_path / "run", 6)
     flip(run_dir / "global_step_6" / layout.optim_file(2, 1))
     again = run_ranks(run, 2, run_dir, source, Recipe())[0]
     assert again.start_step == 4
@@ -80,7 +70,7 @@ def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path):
 
 
 def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path):
-    run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
+    run_dir = begun(straight[0], tmp_path / "run", 2)
     flip(run_dir / "global_step_2" / layout.model_file(2, 0))
     with pytest.raises(AssertionError, match="is damaged"):
         run_ranks(run, 2, run_dir, source, Recipe())
@@ -124,7 +114,7 @@ def test_a_poisoned_state_is_never_committed(source, tmp_path, where):
 
 @pytest.mark.covers("S3.30")
 def test_other_data_is_refused_by_name_and_accepted_when_allowed(straight, source, tmp_path):
-    run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
+    run_dir = begun(straight[0], tmp_path / "run", 2)
     with pytest.raises(AssertionError, match=r"data: toy 0 -> toy 1 +<- refused"):
         run_ranks(run, 2, run_dir, source, Recipe(seed=1))
     again = run_ranks(run, 2, run_dir, source, Recipe(seed=1, resume_allow=("data",)))[0]
@@ -132,7 +122,7 @@ def test_other_data_is_refused_by_name_and_accepted_when_allowed(straight, sourc
 
 
 def test_an_accepted_batch_size_goes_on_in_the_same_order(straight, source, tmp_path):
-    run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
+    run_dir = begun(straight[0], tmp_path / "run", 2)
     changed = Recipe(batch_size=4, resume_allow=("train_batch_size",))
     again = run_ranks(run, 2, run_dir, source, changed)[0]
     assert again.start_step == 2

@@ -11,6 +11,7 @@ import torch
 from checkpoint_table import CHECKPOINTS, write_replica
 from family_runs import interrupted_run, save_tokenizer, words_of_run, write_samples
 from family_trials import save_model
+from toy import relative
 from transformers import AutoModelForCausalLM
 from whole_runs import train
 
@@ -89,9 +90,8 @@ def largest_difference(
     left: list[dict[str, float]], right: list[dict[str, float]], key: str
 ) -> float:
     """Relative, over the first steps."""
-    pairs = list(zip(left[:NUM_COMPARED], right[:NUM_COMPARED], strict=True))
-    assert len(pairs) == NUM_COMPARED
-    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in pairs)
+    ours, theirs = ([row[key] for row in rows[:NUM_COMPARED]] for rows in (left, right))
+    return relative(ours, theirs)
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)

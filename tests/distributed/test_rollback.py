@@ -4,7 +4,6 @@ harmless.
 
 import math
 import os
-import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,12 +123,7 @@ def clean(clean_dir: Path, source: Any) -> Outcome:
 @pytest.fixture
 def begun(clean: Outcome, clean_dir: Path, tmp_path: Path) -> Path:
     """A run directory that holds what the clean run had after step `BEGUN`."""
-    later = [layout.step_dir_name(step) for step in range(BEGUN + 1, NUM_STEPS + 1)]
-    run_dir = Path(
-        shutil.copytree(clean_dir, tmp_path / "run", ignore=shutil.ignore_patterns(*later))
-    )
-    (run_dir / layout.POINTER).write_text(str(BEGUN))
-    return run_dir
+    return toy_runs.begun(clean_dir, tmp_path / "run", BEGUN)
 
 
 @pytest.fixture(scope="module")

@@ -106,8 +106,14 @@ class WeightAverage(Part):
     state_of = OWN
 
     def __init__(self, run: Run) -> None:
-        self._named = {name: local(parameter) for name, parameter in run.model.named_parameters()}
-        self.averages = {name: torch.zeros_like(shard) for name, shard in self._named.items()}
+        self._named = {name: self.taken(p) for name, p in run.model.named_parameters()}
+        self.averages = {
+            name: torch.zeros_like(tensor, requires_grad=False)
+            for name, tensor in self._named.items()
+        }
+
+    def taken(self, parameter: Tensor) -> Tensor:
+        return local(parameter)
 
     def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
         for name, shard in self._named.items():
@@ -137,12 +143,11 @@ class Sharded(WeightAverage):
     is_sharded = True
 
     def __init__(self, run: Run) -> None:
-        self._named = dict(run.model.named_parameters())
-        self.averages = {
-            name: torch.zeros_like(parameter, requires_grad=False)
-            for name, parameter in self._named.items()
-        }
+        super().__init__(run)
         self.averages["num_steps"] = torch.zeros(())
+
+    def taken(self, parameter: Tensor) -> Tensor:
+        return parameter
 
     def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
         self.averages["num_steps"] += 1

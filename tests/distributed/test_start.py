@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from family_trials import heard
 from ranks import run_ranks
 from toy import ToySamples, differing, write_model_config
 from toy_runs import Recipe, StopsAfter, begin, fingerprints, run, trainer_config
@@ -61,14 +62,12 @@ def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path, sou
 
 
 def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
-    said: list[str] = []
-    start.logger.info = start.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
     config = trainer_config(run_dir, Recipe())
-    lineage = fingerprints(Recipe())
-    begun = begin(config, lineage, world, total_steps=total_steps)
+    with heard() as lines:
+        begun = begin(config, fingerprints(Recipe()), world, total_steps=total_steps)
     if begun.lock is not None:
         begun.lock.release()
-    return said
+    return lines
 
 
 @pytest.mark.parametrize("total_steps", [0, 99])

@@ -5,20 +5,21 @@ JOBS is JSON: a list of [global_step_N, target].
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import verl_parts
 
 
 def merge(checkpoint: Path, target: str) -> None:
-    config = verl_parts.load("verl.model_merger.base_model_merger").ModelMergerConfig(
+    config = import_module("verl.model_merger.base_model_merger").ModelMergerConfig(
         operation="merge",
         backend="fsdp",
         local_dir=str(checkpoint),
         target_dir=target,
         hf_model_config_path=str(checkpoint / "huggingface"),
     )
-    verl_parts.load("verl.model_merger.fsdp_model_merger").FSDPModelMerger(config).merge_and_save()
+    import_module("verl.model_merger.fsdp_model_merger").FSDPModelMerger(config).merge_and_save()
 
 
 if __name__ == "__main__":

@@ -98,21 +98,9 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_rank": 4, "target_modules": ["nope"]}, "nope.* names no layer of this model"),
-        ({"lora_rank": 4, "target_modules": ["qproj"]}, "did you mean 'q_proj'"),
-        (
-            {"lora_rank": 4, "target_modules": "q_proj"},
-            r"whole names; model\.target_modules=\[q_proj\]",
-        ),
-        ({"lora_rank": 4, "target_modules": "("}, "not a regular expression"),
-        (
-            {"lora_rank": 4, "target_modules": ["norm"]},
-            "'model.norm' cannot be adapted: it is not a linear layer",
-        ),
-        ({"lora_rank": 4, "target_modules": ["lm_head"]}, "embeddings and the output head"),
-        ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "embeddings and the output head"),
         ({"freeze": ["layers.7"]}, "'layers.7' matches the name of no parameter"),
         ({"freeze": ["("]}, "not a regular expression"),
+        ({"lora_rank": 4, "target_modules": "("}, "not a regular expression"),
         ({"freeze": ["."]}, "nothing is left to train"),
         ({"lora_adapter_path": "dora"}, "more than plain LoRA .*use_dora=True"),
         ({"lora_adapter_path": "plain", "lora_rank": 9}, "has rank 3"),
@@ -233,32 +221,39 @@ def test_lists_and_patterns_name_dense_and_shared_layers(family, name, targets, 
     assert adapted_by_plain_peft(source, adapters.settings(model)) == layers
 
 
+HEAD = "embeddings and the output head"
+FUSED = "fused kernels of Mamba"
+
+
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "targets", "message"),
     [
-        (
-            "qwen3_moe",
-            {"target_modules": ["gate_proj"]},
-            "names no layer.*\\n.*experts.gate_up_proj",
-        ),
-        ("deepseek_v3", {"target_modules": ["mlp.experts"]}, "not a linear layer"),
-        ("deepseek_v3", {"target_modules": ["gate"]}, "not a linear layer"),
-        ("mamba2", {"target_modules": ["in_proj", "out_proj"]}, "fused kernels of Mamba"),
-        ("mamba", {"target_modules": ["x_proj"]}, "fused kernels of Mamba"),
-        ("mamba2", {"target_modules": ["conv1d"]}, "fused kernels of Mamba"),
-        ("deepseek_v4", {"target_modules": ["o_a_proj"]}, "not one matrix product"),
-        ("qwen3_moe", {"target_modules": ["experts.down_proj"]}, "adapts experts alone"),
-        (
-            "qwen3_moe",
-            {"target_modules": ["o_proj", "experts.down_proj"], "lora_dropout": 0.1},
-            "do not support dropout",
-        ),
+        ("qwen2", ["nope"], "nope.* names no layer of this model"),
+        ("qwen2", ["qproj"], "did you mean 'q_proj'"),
+        ("qwen2", "q_proj", r"whole names; model\.target_modules=\[q_proj\]"),
+        ("qwen2", ["norm"], "'model.norm' cannot be adapted: it is not a linear layer"),
+        ("qwen2", ["lm_head"], HEAD),
+        ("qwen2", ["embed_tokens"], HEAD),
+        ("qwen3_moe", ["gate_proj"], "names no layer.*\\n.*experts.gate_up_proj"),
+        ("deepseek_v3", ["mlp.experts"], "not a linear layer"),
+        ("deepseek_v3", ["gate"], "not a linear layer"),
+        ("mamba2", ["in_proj", "out_proj"], FUSED),
+        ("mamba", ["x_proj"], FUSED),
+        ("mamba2", ["conv1d"], FUSED),
+        ("deepseek_v4", ["o_a_proj"], "not one matrix product"),
+        ("qwen3_moe", ["experts.down_proj"], "adapts experts alone"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(family, name, changes, message):
+def test_what_cannot_be_adapted_is_refused(family, name, targets, message):
     with pytest.raises(ConfigError, match=message) as refusal:
-        on_meta(family(name), **changes)
+        on_meta(family(name), target_modules=targets)
     assert "Fix: " in str(refusal.value)
+
+
+def test_experts_are_not_adapted_with_dropout(family):
+    targets = ["o_proj", "experts.down_proj"]
+    with pytest.raises(ConfigError, match="do not support dropout"):
+        on_meta(family("qwen3_moe"), target_modules=targets, lora_dropout=0.1)
 
 
 def exported(source: ModelSource, path: Path, **changes: Any) -> str:

@@ -28,6 +28,7 @@ EXECUTIONS: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
         "token budget": {"max_tokens": 48},
         "parameters stay gathered": {"reshard_after_forward": False},
         "recomputed": {"enable_gradient_checkpointing": True},
+        "layer inputs in host memory": {"enable_gradient_checkpointing": "offload"},
         "documents run alone": {"is_packed": False},
     },
     (4, -1): {"four ranks": {"max_samples": 16}, "one document each": {"max_samples": 1}},
