@@ -10,10 +10,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from trainer.checkpoint import export, fsio, layout, shards
+from trainer.checkpoint.base_weights import Adapter
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.state import ModelShards
+from trainer.model import adapters
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.runtime.distributed import World
 
@@ -63,3 +65,18 @@ def export_changed(world: World, model: Any, source: ModelSource, target: Path) 
             tensor.mul_(1.25)
     files, whole = ModelFiles.read(Path(source.path)), whole_checkpoint(source)
     export_model(world, model, target, ExportSource(files, None, (), whole), dtype="float32")
+
+
+def export_adapted(world: World, model: Any, source: ModelSource, target: Path, dtype: str) -> None:
+    """Let the adapters of the model add something, and export them to `target`-adapter, and merged
+    to `target`-merged.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.add_(0.05)
+    adapter = Adapter(adapters.settings(model), Path(source.path), source.whole)
+    export_source = ExportSource(ModelFiles.read(adapter.base), None, (), adapter=adapter)
+    for kind in ("adapter", "merged"):
+        to = target.with_name(f"{target.name}-{kind}")
+        export_model(world, model, to, export_source, dtype=dtype, lora=kind)

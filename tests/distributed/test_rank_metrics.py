@@ -49,8 +49,8 @@ def train(
     return exit_code
 
 
-def add_own_metrics(world: World) -> None:
-    """And a loss that measures them."""
+def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
+    """With a loss that measures them."""
     METRICS.update({metric.key: metric for metric in OWN})
 
     def measuring(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,10 +60,6 @@ def add_own_metrics(world: World) -> None:
         return LOSSES["cross_entropy"](logits_CV, labels_C)
 
     LOSSES["measuring"] = Loss(cross_entropy, measuring)
-
-
-def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
-    add_own_metrics(world)
     return train(world, run_dir, source, loss="measuring")
 
 

@@ -65,25 +65,6 @@ def save_watched(
     return log, manager._last_error
 
 
-def nothing(world: Any, operation: Operation, run_dir: Path) -> None:
-    pass
-
-
-def test_every_file_and_directory_is_synced_before_the_commit(source, tmp_path):
-    logs = [log for log, _ in run_ranks(save_watched, 2, tmp_path / "run", source, nothing)]
-    rename = next(i for i, (_, _, target) in enumerate(logs[0]) if "global_step" in target)
-    before = [*logs[0][:rename], *logs[1]]
-    created = {path for kind, path, _ in before if kind == "create" and ".staging_global" in path}
-    directories = {str(Path(path).parent) for path in created}
-    assert len(created) > 10 and len(directories) == 2
-    assert created <= {path for kind, path, _ in before if kind == "fsync"}
-    for directory in directories:
-        inside = [Path(path).parent == Path(directory) for _, path, _ in logs[0]]
-        created_last = max(i for i in range(rename) if inside[i] and logs[0][i][0] == "create")
-        assert ("fsync_dir", directory, "None") in logs[0][created_last:rename], directory
-    assert logs[0][rename + 1][:2] == ("fsync_dir", str(tmp_path / "run"))
-
-
 def take_over(world: Any, operation: Operation, run_dir: Path) -> None:
     """Another run, which is saving too, replaces the lock file while the manifest is written."""
     if is_manifest(world, operation):

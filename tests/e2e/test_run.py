@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import free_port
+from processes import free_port, wait_until
 from runs import SMALL, processes_of, run, started, wait_for_step
 from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,18 +79,11 @@ def kill_after(step: int, cwd: Path, *overrides: str, delay_s: float = 0.0) -> N
     """
     with started(cwd, 2, *overrides) as process:
         wait_for_step(run_dir_of(cwd), step, process)
-        while not (run_dir_of(cwd) / "latest_checkpointed_iteration.txt").exists():
-            assert process.poll() is None, (
-                f"the run ended with {process.returncode} before it saved"
-            )
-            time.sleep(0.02)
+        assert wait_until((run_dir_of(cwd) / "latest_checkpointed_iteration.txt").exists)
         time.sleep(delay_s)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    deadline = time.monotonic() + 20
-    while processes_of(cwd) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_of(cwd) == [], "a rank outlived its job"
+    assert wait_until(lambda: processes_of(cwd) == []), "a rank outlived its job"
 
 
 def losses_of_rows(run_dir: Path) -> dict[int, tuple[list[int], list[float]]]:

@@ -106,7 +106,7 @@ SAFEGUARDS = (
         SAVE,
         "        fsio.fsync_tree(staging)\n",
         "",
-        "distributed/test_save_guards.py",
+        CRASH,
     ),
     Mutation(
         "no acknowledgement: an error of a rank is not reported",

@@ -39,7 +39,7 @@ sys.path[:0] = [str(TESTS / room) for room in ("faults", "unit", "")]
 
 import torch  # noqa: E402  found by the paths above
 from campaign import parser_of, run_campaign  # noqa: E402
-from crash_oracle import remove  # noqa: E402
+from crash_oracle import build, remove  # noqa: E402
 from crash_states import Disk, read_tree  # noqa: E402
 from mirror_faults import URL, FaultyStorage, Killed  # noqa: E402
 from simulation import DistError, Distributed, Hub, Process, Ranks, Serial, Thread  # noqa: E402
@@ -736,15 +736,6 @@ def files_of(directory: Path) -> Contents:
         if path.is_file():
             found[path.relative_to(directory).as_posix()] = path.read_bytes()
     return found
-
-
-def build(path: Path, tree: Any) -> None:
-    if isinstance(tree, bytes):
-        path.write_bytes(tree)
-        return
-    path.mkdir()
-    for name, child in tree:
-        build(path / name, child)
 
 
 def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], int, list[str]]:

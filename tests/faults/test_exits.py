@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from processes import wait_until
+from whole_equality import logged_exit_code
 from whole_runs import before_steps, started, tiny_model
 
 from trainer.checkpoint import fsio, manager
-from trainer.checkpoint.lock import LOCK
-from trainer.tracking import events_file
+from trainer.checkpoint.lock import is_given_back
 
 LEFT_WITHIN_S = 30.0
 SLOW = ("trainer.total_training_steps=400", "trainer.save_freq=200", "trainer.test_freq=-1")
@@ -32,9 +32,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 def assert_given_back(run_dir: Path, code: int) -> None:
     """The lock is empty, and the log has the exit code that the process returned."""
-    assert (run_dir / LOCK).read_bytes() == b""
-    events = events_file.read_events(run_dir / events_file.FILE_NAME)
-    assert events and events[-1]["kind"] == "end" and events[-1]["exit_code"] == code, events[-1:]
+    assert is_given_back(run_dir) and logged_exit_code(run_dir) == code
 
 
 def crash_in_third_step() -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,11 +16,13 @@ import whole_runs
 from checkpoint_fakes import is_whole, save
 from exports import tensors_in
 from moto.server import ThreadedMotoServer
+from processes import wait_until
 from toy import differing, write_weights
 
 from trainer.launch import mirroring
 from trainer.launch.mirroring import mirrored
 from trainer.launch.ranks import NodeLayout
+from trainer.runtime.processes import is_alive
 from trainer.runtime.signals import heeded_signals
 from trainer.tools.verify.equality import compare_runs
 from trainer.train.start.compose import load_config
@@ -127,10 +128,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
     (child,) = psutil.Process(launcher.pid).children()
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
-    deadline = time.monotonic() + 30
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_until(lambda: not is_alive(child.pid))
     launcher.stdout.close()
 
 
@@ -176,8 +174,7 @@ def test_an_upload_process_that_is_killed_is_started_again_and_said(tmp_path, mo
         (first,) = set(psutil.Process().children()) - before
         first.kill()
         save(run_dir, 2)
-        while not (tmp_path / "mirror" / "global_step_2" / "manifest.json").exists():
-            time.sleep(0.05)
+        assert wait_until((tmp_path / "mirror" / "global_step_2" / "manifest.json").exists)
     said = capfd.readouterr().err
     assert (
         f"uploads to file://{tmp_path}/mirror was killed by SIGKILL" in said and "lacks" not in said

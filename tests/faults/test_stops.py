@@ -69,7 +69,7 @@ def expire_in_step(step: int) -> None:
 
 
 def learn_nothing(*, stop_in: int | None = None) -> None:
-    """No validation is better than the first."""
+    """No validation is better than the first. A signal comes within validation `stop_in`."""
     from trainer.train.detection.validations import ValidationWatch
 
     observe = ValidationWatch.observe
@@ -79,7 +79,7 @@ def learn_nothing(*, stop_in: int | None = None) -> None:
 
     ValidationWatch.observe = rising  # type: ignore[assignment]
     if stop_in is not None:
-        stop_in_step(stop_in)
+        stop_in_validation(stop_in)
 
 
 def stop_in_validation(count: int) -> None:
@@ -149,7 +149,8 @@ def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete
     start. The best checkpoint is kept beside the newest.
     """
     start = partial(train, run_dir, 2, *base, *EARLY)
-    start(code=75, before=partial(learn_nothing, stop_in=4))
+    start(code=75, before=partial(learn_nothing, stop_in=2))
+    assert layout.read_pointer(run_dir).step == 4, "saved at once"
     start(before=learn_nothing)
     before = state_of(run_dir)
     output = start(before=learn_nothing)

@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from exports import export_model, tensors_in
+from exports import export_adapted, export_model, tensors_in
 from quantized_files import PREDICTING, Files, write
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from toy import build
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from trainer.checkpoint.base_weights import Adapter
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
-from trainer.model import adapters
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.model.quantized import weights_in
 
@@ -104,26 +102,16 @@ def test_transformers_dequantizes_to_equal_weights(root, expected, form):
 
 
 def adapt_and_merge(world: Any, path: Path, target: Path) -> None:
-    model = build(
-        world, ModelSource(str(path)), random_weights=False, lora_rank=4, partial_pretrain=str(path)
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.add_(0.05)
-    adapter = Adapter(adapters.settings(model), path)
-    source = ExportSource(ModelFiles.read(path), None, (), adapter=adapter)
-    for kind in ("adapter", "merged"):
-        export_model(world, model, target / kind, source, dtype="bfloat16", lora=kind)
+    source, lora = ModelSource(str(path)), {"lora_rank": 4, "partial_pretrain": str(path)}
+    model = build(world, source, random_weights=False, **lora)
+    export_adapted(world, model, source, target, dtype="bfloat16")
 
 
 def test_adapters_are_merged_with_the_dequantized_base(root, expected):
-    target = root / "adapted"
-    target.mkdir()
-    run_ranks(adapt_and_merge, 2, root / "cut blocks", target, timeout_s=300)
-    pairs = load_file(target / "adapter" / "adapter_model.safetensors")
-    merged = load_file(target / "merged" / "model.safetensors")
-    config = json.loads((target / "merged" / "config.json").read_text(encoding="utf-8"))
+    run_ranks(adapt_and_merge, 2, root / "cut blocks", root / "cut", timeout_s=300)
+    pairs = load_file(root / "cut-adapter" / "adapter_model.safetensors")
+    merged = load_file(root / "cut-merged" / "model.safetensors")
+    config = json.loads((root / "cut-merged" / "config.json").read_text(encoding="utf-8"))
     assert "quantization_config" not in config and merged.keys() == expected["cut blocks"].keys()
     num_adapted = 0
     for name, tensor in expected["cut blocks"].items():

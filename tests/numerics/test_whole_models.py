@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exports import export_changed, export_model, tensors_in
+from exports import export_adapted, export_changed, tensors_in
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -18,12 +18,8 @@ from toy import ToySamples, build, differing, plain_loss
 from transformers import AutoModelForMultimodalLM, logging
 from whole_models import EXTRA, WRAPPERS, write_whole_model
 
-from trainer.checkpoint.base_weights import Adapter
-from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
 from trainer.data.loader import pack
-from trainer.model import adapters
 from trainer.model.packed_lm import run_plain
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 
@@ -62,15 +58,7 @@ def train_adapter(world: Any, source: ModelSource, export_dir: Path) -> torch.Te
     """Export adapters that add something, alone and merged. Returns the logits with them."""
     lora = {"lora_rank": 3, "partial_pretrain": source.path}
     model = build(world, source, random_weights=False, **lora)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.add_(0.05)
-    adapter = Adapter(adapters.settings(model), Path(source.path), source.whole)
-    export_source = ExportSource(ModelFiles.read(adapter.base), None, (), adapter=adapter)
-    for kind in ("adapter", "merged"):
-        target = export_dir.with_name(f"{export_dir.name}-{kind}")
-        export_model(world, model, target, export_source, dtype="float32", lora=kind)
+    export_adapted(world, model, source, export_dir, dtype="float32")
     begun = {"lora_adapter_path": f"{export_dir}-adapter", "partial_pretrain": source.path}
     again = build(world, source, random_weights=False, **begun)
     with torch.no_grad():
