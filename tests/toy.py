@@ -121,9 +121,13 @@ def write_weights(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
+def _taken(cls: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of a dataclass out of `changes`."""
+    return {name: changes.pop(name) for name in cls.__dataclass_fields__ if name in changes}
+
+
 def model_config(**changes: Any) -> ModelConfig:
-    own = {name: changes.pop(name) for name in FsdpConfig.__dataclass_fields__ if name in changes}
-    fsdp = FsdpConfig(**({"param_dtype": "float32"} | own))
+    fsdp = FsdpConfig(**({"param_dtype": "float32"} | _taken(FsdpConfig, changes)))
     return ModelConfig(
         **({"partial_pretrain": "toy", "random_weights": True, "fsdp_config": fsdp} | changes)
     )
@@ -200,8 +204,8 @@ def no_checkpoints() -> Mock:
 
 def guard_config(**changes: Any) -> TrainerConfig:
     """The defaults; `changes` are keys of both groups."""
-    own = {name: changes.pop(name) for name in GuardConfig.__dataclass_fields__ if name in changes}
-    return TrainerConfig(**changes, guard=GuardConfig(**own))
+    guard = GuardConfig(**_taken(GuardConfig, changes))
+    return TrainerConfig(**changes, guard=guard)
 
 
 def toy_run(

@@ -53,7 +53,7 @@ def test_the_file_is_read_back_as_the_defaults_of_the_schema():
 
 def test_no_key_is_dead():
     """No source reads a dead key as `<section>.<key>` or `config.<key>`."""
-    files = python_files("trainer")
+    files = python_files()
     del files["trainer/config/schema.py"]
     read = {attribute for text in files.values() for attribute in rules.attributes_read(text)}
     dead = []

@@ -32,10 +32,9 @@ STEPS = 6
 SHARES = (Share(18), Share(6, repeat=3.0))
 
 
-def losses_of_steps(world: Any, path: Path, *, sequence_size: int = 1) -> dict[Any, Any]:
-    changes = {"ulysses_sequence_parallel_size": sequence_size} if sequence_size > 1 else {}
+def losses_of_steps(world: Any, path: Path) -> dict[Any, Any]:
     samples = ToySamples(shares=SHARES)
-    model = build_toy_model(world, write_model_config(path / str(world.rank)), **changes)
+    model = build_toy_model(world, write_model_config(path / str(world.rank)))
     parts = toy_run(world, model, samples, total_steps=3, max_tokens=80)
     recorder: Any = parts.tracking
     begun_with = full_parameters(model)
@@ -71,18 +70,7 @@ def test_they_are_equal_on_any_number_of_ranks_and_add_up(tmp_path, num_ranks):
             assert losses.loss_sums.sum() / losses.tokens.sum() == pytest.approx(loss, rel=1e-9)
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> tuple[str, ...]:
-    return (
-        *tiny_model(tmp_path),
-        f"trainer.total_training_steps={STEPS}",
-        "trainer.save_freq=2",
-        "trainer.test_freq=-1",
-        "trainer.logger=[]",
-    )
-
-
-def test_the_report_names_the_row_that_stands_out(tmp_path, words):
+def test_the_report_names_the_row_that_stands_out(tmp_path):
     plain, odd = (
         {
             "messages": [
@@ -96,11 +84,13 @@ def test_the_report_names_the_row_that_stands_out(tmp_path, words):
     file.write_text("".join(json.dumps(row) + "\n" for row in [*[plain] * 16, odd, *[plain] * 7]))
     run_dir = tmp_path / "run"
     words = (
-        *words,
+        *tiny_model(tmp_path),
         f"data.train_files={file}",
         "data.val_ratio=0",
         "data.train_batch_size=12",
         "trainer.total_training_steps=12",
+        "trainer.test_freq=-1",
+        "trainer.logger=[]",
         "optim.lr=0.01",
     )
     train(run_dir, 2, *words)

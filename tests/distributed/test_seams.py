@@ -27,22 +27,13 @@ from trainer.train.packet import Packet
 from trainer.train.parts import Part
 from trainer.train.run import PARTS, Run
 
-SMOOTHING = 0.1
 Z_WEIGHT = 0.01
 CHOICES = (
-    {"loss": "smoothed"},
     {"loss": "with_z"},
     {"optim": {"name": "heavy_ball"}},
     {"loss": "dft"},
     {"optim": {"name": "muon"}},
 )
-
-
-def smoothed(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Cross-entropy against the label with weight 0.9 and all tokens with 0.1 together."""
-    log_probs_CV = logits_CV.log_softmax(dim=-1)
-    of_labels_C = log_probs_CV.gather(1, labels_C[:, None])[:, 0]
-    return -(1 - SMOOTHING) * of_labels_C - SMOOTHING * log_probs_CV.mean(dim=-1)
 
 
 def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
@@ -74,7 +65,7 @@ class HeavyBall(Optimizer):
 
 def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Result]:
     """A run of each choice, in a directory of its own."""
-    LOSSES["smoothed"], OPTIMIZERS["heavy_ball"] = Loss(smoothed), HeavyBall
+    OPTIMIZERS["heavy_ball"] = HeavyBall
     LOSSES["with_z"] = Loss(cross_entropy, terms={"z": Term(z_loss, Z_WEIGHT)})
     recipe = Recipe(total_steps=4, save_freq=-1)
     return [

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from processes import free_port, wait_until
@@ -166,11 +167,11 @@ def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
 
 
 def signal_rank(cwd: Path, rank: int, number: int) -> None:
-    wanted = f"{chr(0)}RANK={rank}{chr(0)}"
-    ranks = [p for p in processes_of(cwd) if wanted in Path(f"/proc/{p}/environ").read_text()]
+    processes = map(psutil.Process, processes_of(cwd))
+    ranks = [process for process in processes if process.environ().get("RANK") == str(rank)]
     assert ranks
-    for pid in ranks:
-        os.kill(pid, number)
+    for process in ranks:
+        process.send_signal(number)
 
 
 def test_a_signal_is_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
@@ -195,14 +196,9 @@ def test_a_signal_is_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
     assert saved == max(curve(run_dir)), output
 
 
-@pytest.fixture
-def nodes() -> dict[str, str]:
-    """The environment of two launchers on this host."""
-    return {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-
-
-def test_two_machines_are_one_run(straight, nodes, cache, tmp_path):
+def test_two_machines_are_one_run(straight, cache, tmp_path):
     """Two agents with one rank each on this host: the same numbers as two ranks of one agent."""
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with started(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="1") as second:
         first = run(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="0")
         assert first.returncode == 0, first.stdout

@@ -7,7 +7,6 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,19 +51,13 @@ def files_of(run_dir: Path) -> list[str]:
     return sorted(name for name in names if name not in (layout.PUBLISHED, finished.FILE_NAME))
 
 
-def start_of(run_dir: Path, *touched: str) -> tuple[int | None, str]:
-    """Return the step that a start continues from, and what it says about others.
-
-    Of the newest checkpoint only the `touched` files are read, since no other has changed.
-    """
+def start_of(run_dir: Path) -> tuple[int | None, str]:
+    """Return the step that a start continues from, and what it says about others."""
     selection = choice.select(run_dir)
     said = [note for note in selection.notes if "skipped" in note]
     for info in selection.candidates:
         assert info.manifest is not None
-        is_read = info.step == NEW
-        files = [r for r in info.manifest.files if not touched or r.path.startswith(touched)]
-        manifest = replace(info.manifest, files=tuple(files) if is_read else ())
-        problems = verify_files(info.path, manifest)
+        problems = verify_files(info.path, info.manifest)
         said += [f"{info.path.name}: {problem}" for problem in problems]
         if all(layout.is_export(problem) for problem in problems):
             return info.step, "\n".join(said)
@@ -75,7 +68,7 @@ def require_found(run_dir: Path, what: str, *names: str) -> None:
     """The damage to one of these files is named. The older checkpoint is continued, unless only the
     export is damaged.
     """
-    step, said = start_of(run_dir, *names)
+    step, said = start_of(run_dir)
     is_export_only = all(name.startswith(layout.HUGGINGFACE) for name in names)
     assert step == (NEW if is_export_only else OLD), f"{what}: continued from {step}; {said}"
     assert any(Path(name).name in said for name in names), f"{what}: {said}"

@@ -17,7 +17,7 @@ from checkpoint_fakes import is_whole, save
 from exports import tensors_in
 from moto.server import ThreadedMotoServer
 from processes import wait_until
-from toy import differing, write_weights
+from toy import differing
 
 from trainer.launch import mirroring
 from trainer.launch.mirroring import mirrored
@@ -38,17 +38,9 @@ def train(
         return whole_runs.run(2, *words, log=log, before=before)
 
 
-def adapters(base: Path) -> tuple[str, ...]:
-    """Write weights into the directory; return the overrides that train adapters on them."""
-    write_weights(base)
-    return "model.random_weights=false", "model.lora_rank=2", "model.lora_alpha=4"
-
-
-@pytest.mark.parametrize("is_lora", [False, True], ids=["whole", "lora"])
-def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path, is_lora):
+def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path):
     tiny = whole_runs.tiny_model(tmp_path / "tiny")
     words = (*tiny, "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=3")
-    words += adapters(tmp_path / "tiny" / "model") if is_lora else ()
     straight, lost = tmp_path / "straight", tmp_path / "lost"
     whole_runs.train(straight, 2, *words)
     own = (

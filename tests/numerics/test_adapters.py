@@ -26,7 +26,6 @@ from trainer.data.loader import pack
 from trainer.model import adapters, assemble, lora_layers
 from trainer.model.adapter_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_name
 from trainer.model.pretrained import ModelSource
-from trainer.runtime import seeding
 from trainer.train.start.compose import load_config
 
 
@@ -332,27 +331,27 @@ def test_adapters_are_scaled_as_configured(tmp_path, changes, scale):
     assert adapters.settings(model)["lora_alpha"] == 6
 
 
-def losses_with_dropout(world: Any, model: ModelSource, adapter: str) -> dict[str, float]:
-    """Of the same documents, in training and in validation."""
-    samples, losses = ToySamples(4), {}
+def losses_with_dropout(
+    world: Any, model: ModelSource, adapter: str
+) -> dict[tuple[float, bool], float]:
+    """{(dropout, in training): loss} of the same documents."""
+    losses = {}
     for dropout in (0.0, 0.3):
         built = build_toy_model(world, model, lora_adapter_path=adapter, lora_dropout=dropout)
-        for mode, step in (("train", 1), ("again", 1), ("next step", 2), ("validation", 1)):
-            built.train(mode != "validation")
-            seeding.seed_step(3, step=step, rank=world.rank)
+        for is_training in (True, False):
+            built.train(is_training)
             with torch.no_grad():
-                losses[f"{mode} {dropout}"] = float(built(pack(samples, range(4))).loss_sum)
+                found = built(pack(ToySamples(4), range(4))).loss_sum
+            losses[dropout, is_training] = float(found)
     return losses
 
 
-def test_dropout_is_drawn_by_step_and_rank_in_training_alone(tmp_path):
+def test_dropout_is_drawn_in_training_alone(tmp_path):
+    """By step and rank, as all that a step draws: distributed/test_fit.py."""
     model = write_model_config(tmp_path / "model")
     adapter = write_adapter(plain_model(model.path), tmp_path / "adapter", lora_dropout=0.5)
-    one, other = run_ranks(losses_with_dropout, 2, model, adapter)
-    assert one["validation 0.3"] == one["validation 0.0"] == one["train 0.0"]
-    assert one["train 0.3"] == one["again 0.3"]
-    drawn = {one["train 0.3"], one["next step 0.3"], other["train 0.3"], one["train 0.0"]}
-    assert len(drawn) == 4
+    (found,) = run_ranks(losses_with_dropout, 1, model, adapter)
+    assert found[0.3, False] == found[0.0, False] == found[0.0, True] != found[0.3, True]
 
 
 @pytest.mark.parametrize(("name", "written"), [("llama", 0.1), ("deepseek_v3", 0.0)])

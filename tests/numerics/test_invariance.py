@@ -53,7 +53,7 @@ def train(world: Any, source: Any, max_samples: int | None = None, **changes: An
     return [rows.column(key) for key in keys]
 
 
-def plain_run(source, adapter=None, *, loss="cross_entropy", num_steps=STEPS):  # type: ignore[no-untyped-def]
+def plain_run(source, adapter=None, *, num_steps=STEPS, **changes):  # type: ignore[no-untyped-def]
     """The same run by definition; nothing of ours but the order and the key of the first weights.
 
     `adapter`: directory of one that peft loads and trains, with the model frozen. Returns the
@@ -79,8 +79,8 @@ def plain_run(source, adapter=None, *, loss="cross_entropy", num_steps=STEPS):  
         validation=[],
         test_freq=num_steps,
         lr=3e-3,
-        loss=loss,
         max_norm=1.0,
+        **changes,
     )
     rows = plain_training.train(definition).train.values()
     return {key: [row[key] for row in rows if key in row] for row in rows for key in row}
@@ -92,9 +92,12 @@ def source(request, tmp_path_factory):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10", "S3.11")
-def test_every_execution_equals_the_plain_loop(source):
-    reference, runs = plain_run(source), {}
-    for (size, fsdp_size), variants in EXECUTIONS.items():
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_execution_equals_the_plain_loop(source, optimizer):
+    reference, runs = plain_run(source, optimizer=optimizer), {}
+    for (size, fsdp_size), executions in EXECUTIONS.items():
+        chosen = {"optim": {"name": optimizer}}
+        variants = {how: changes | chosen for how, changes in executions.items()}
         runs |= run_ranks(each, size, train, source, variants, fsdp_size=fsdp_size)[0]
     _, _, expected, _ = runs["two ranks"]
     for name, (losses, norms, val_losses, accuracies) in runs.items():
@@ -103,25 +106,6 @@ def test_every_execution_equals_the_plain_loop(source):
         assert relative(val_losses, expected) < 1e-6, name
         assert losses[-1] < losses[0], name
         assert accuracies == reference["train/token_accuracy"] and 0 < max(accuracies) < 1, name
-
-
-def test_muon_does_not_depend_on_the_execution_either(tmp_path):
-    """Its iterations enlarge rounding at small singular values: several steps on top of each
-    other.
-    """
-    source, muon = write_model_config(tmp_path), {"optim": {"name": "muon"}}
-    variants = {"usual": {}, "all": muon, "one by one": {"max_samples": 1} | muon}
-    alone = run_ranks(each, 1, train, source, variants)[0]
-    losses, norms, val_losses, *_ = alone["all"]
-    assert alone["usual"][0][-1] != losses[-1] < losses[0]
-    several = [
-        run_ranks(train, world_size, source, number, **muon)[0]
-        for world_size, number in ((2, 4), (4, 1))
-    ]
-    for found in (alone["one by one"], *several):
-        assert relative(found[0], losses) < 1e-6
-        assert relative(found[1], norms) < 1e-5
-        assert relative(found[2], val_losses) < 1e-6
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "granite"])
