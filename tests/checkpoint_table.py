@@ -20,18 +20,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-import whole_runs
+from exports import tensors_in
 from family_runs import interrupted_run, save_tokenizer, words_of_run, write_samples
 from family_trials import save_model
 from peft import PeftModel
-from quantized_files import Files, quantize_float8, quantize_mxfp4
+from quantized_files import quantize_float8, quantize_mxfp4
 from result_table import ResultTable
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from whole_models import WRAPPERS, write_whole_model
+from whole_runs import curve, train
 
 from trainer.checkpoint.offline_export import export_from_shards
-from trainer.tracking import read_metrics
 
 LORA = ("model.lora_rank=4",)
 MTP = ("eh_proj.weight", "enorm.weight", "embed_tokens.weight", "mlp.up_proj.weight")
@@ -129,25 +129,6 @@ def write_replica(root: Path, replica: Replica) -> None:
     save_file(files, root / "plain" / "model.safetensors", {"format": "pt"})
 
 
-def losses(root: Path, name: str) -> list[float]:
-    rows = read_metrics(root / name / "metrics.jsonl")
-    return [row["train/loss"] for row in rows if "train/loss" in row]
-
-
-def train(root: Path, name: str, model: Path) -> str | None:
-    """Train the model in `root` / `name`; return the error, or None."""
-    words = words_of_run(root, model, root / name)
-    code, output = whole_runs.run(2, *words, log=root / f"{name}.log")
-    return None if code == 0 else f"{name}: exit code {code}: {output.splitlines()[-3:]}"
-
-
-def tensors_in(directory: Path) -> Files:
-    tensors: Files = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        tensors |= load_file(file)
-    return tensors
-
-
 def load(replica: Replica, directory: Path) -> tuple[Any, list[str]]:
     """Load a model by its own class; return it, and the keys that do not fit."""
     auto: Any = AutoModelForMultimodalLM if replica.is_whole else AutoModelForCausalLM
@@ -173,19 +154,15 @@ def export_faults(replica: Replica, root: Path, export: Path) -> list[str]:
 def try_full(root: Path, replica: Replica) -> list[str]:
     faults = interrupted_faults(root, root / "model")
     if replica.form != "bf16":
-        error = train(root, "unquantized", root / "plain")
-        if error is None and losses(root, "unquantized") != losses(root, "straight"):
-            error = "losses differ from those of the unquantized weights"
-        faults += [error] if error else []
+        train(root / "unquantized", 2, *words_of_run(root, root / "plain"))
+        if curve(root / "unquantized") != curve(root / "straight"):
+            faults.append("losses differ from those of the unquantized weights")
     export = root / "straight" / "global_step_6" / "huggingface"
     return faults + export_faults(replica, root, export)
 
 
 def interrupted_faults(root: Path, model: Path, *words: str) -> list[str]:
-    found = interrupted_run(root, model, *words)
-    if found["exit code"]:
-        return [f"exit code {found['exit code']}: {found['said']}"]
-    return [f"resume: {difference}" for difference in found["differences"]]
+    return [f"resume: {difference}" for difference in interrupted_run(root, model, *words)]
 
 
 def try_lora(root: Path, replica: Replica) -> list[str]:

@@ -5,13 +5,25 @@ from them.
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from trainer.checkpoint import export, fsio, layout, shards
+from trainer.checkpoint.base_weights import Adapter
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.state import ModelShards
+from trainer.model import adapters
+from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.runtime.distributed import World
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the safetensors files in a directory."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def export_model(
@@ -42,3 +54,29 @@ def export_model(
     records = export.write_export(plan, target, saved, buffers, share=(world.rank, world.size))
     dist.barrier()
     return records
+
+
+def export_changed(world: World, model: Any, source: ModelSource, target: Path) -> None:
+    """Change every tensor as an update would, and export the model with what else its checkpoint
+    holds, in float32.
+    """
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *shards.weight_buffers(model).values()):
+            tensor.mul_(1.25)
+    files, whole = ModelFiles.read(Path(source.path)), whole_checkpoint(source)
+    export_model(world, model, target, ExportSource(files, None, (), whole), dtype="float32")
+
+
+def export_adapted(world: World, model: Any, source: ModelSource, target: Path, dtype: str) -> None:
+    """Let the adapters of the model add something, and export them to `target`-adapter, and merged
+    to `target`-merged.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.add_(0.05)
+    adapter = Adapter(adapters.settings(model), Path(source.path), source.whole)
+    export_source = ExportSource(ModelFiles.read(adapter.base), None, (), adapter=adapter)
+    for kind in ("adapter", "merged"):
+        to = target.with_name(f"{target.name}-{kind}")
+        export_model(world, model, to, export_source, dtype=dtype, lora=kind)

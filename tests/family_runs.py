@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import whole_runs
 from families import VOCAB
 from family_trials import save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from toy import differing
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from whole_runs import stop_in_step, train
 
-from trainer.errors import EXIT_DONE
 from trainer.tools.verify.equality import compare_runs
 
 NUM_RANKS = 2
 TOTAL_STEPS = 6
 KILLED_IN_STEP = 5
-EQUAL: dict[str, Any] = {"exit code": EXIT_DONE, "differences": []}
-"""What `interrupted_run` returns where nothing differs."""
 SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' <end> ' "
@@ -66,13 +64,12 @@ def write_samples(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def words_of_run(root: Path, model: Path, run_dir: Path) -> tuple[str, ...]:
+def words_of_run(root: Path, model: Path) -> tuple[str, ...]:
     """`root` holds samples.jsonl and the cache of its tokens."""
     return (
         f"data.train_files={root}/samples.jsonl",
         f"data.cache_dir={root}/cache",
         f"model.partial_pretrain={model}",
-        f"trainer.default_local_dir={run_dir}",
         f"trainer.total_training_steps={TOTAL_STEPS}",
         "data.val_ratio=0",
         "data.max_length=40",
@@ -89,71 +86,37 @@ def words_of_run(root: Path, model: Path, run_dir: Path) -> tuple[str, ...]:
     )
 
 
-def interrupted_run(
-    root: Path, model: Path, *more: str, num_ranks: int = NUM_RANKS
-) -> dict[str, Any]:
-    """Tell how a run in one go differs from one that was killed and started again; `root` is the
+def interrupted_run(root: Path, model: Path, *more: str, num_ranks: int = NUM_RANKS) -> list[str]:
+    """Return how a run that was killed and started again differs from one in one go; `root` is the
     model's own.
     """
     straight, killed = root / "straight", root / "killed"
-    code, output = whole_runs.run(
-        num_ranks, *words_of_run(root, model, straight), *more, log=root / "straight.log"
-    )
-    if code != EXIT_DONE:
-        return {"exit code": code, "said": error_in(output).replace(str(model), "MODEL")}
-    kill, words = (
-        partial(whole_runs.stop_in_step, KILLED_IN_STEP, signal.SIGKILL),
-        (*words_of_run(root, model, killed), *more),
-    )
-    code, output = whole_runs.run(num_ranks, *words, log=root / "killed.log", before=kill)
-    assert code not in (EXIT_DONE, None) and "/global_step_4 (" in output, (code, output)
-    code, output = whole_runs.run(num_ranks, *words, log=root / "resumed.log")
-    if code != EXIT_DONE:
-        return {"exit code": code, "said": error_in(output)}
+    words = (*words_of_run(root, model), *more)
+    train(straight, num_ranks, *words)
+    kill = partial(stop_in_step, KILLED_IN_STEP, signal.SIGKILL)
+    output = train(killed, num_ranks, *words, code=None, before=kill)
+    assert "/global_step_4 (" in output, output
+    output = train(killed, num_ranks, *words)
     assert "/global_step_4 (" not in output and "/global_step_6 (" in output, output
     compared = compare_runs(straight, killed, steps=TOTAL_STEPS)
     assert compared.num_equal > TOTAL_STEPS
-    return {"exit code": EXIT_DONE, "differences": list(compared.differences)[:5]}
-
-
-def error_in(output: str) -> str:
-    """What a run that failed says of it: the first error of its own, or the end of a traceback."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR") and "Traceback" not in line]
-    return errors[0] if errors else "\n".join(lines[-8:])
+    return compared.differences[:5]
 
 
 def export_faults(checkpoint: Path) -> list[str]:
-    """What is wrong with the export of a checkpoint, for transformers alone: keys, or logits that
-    are not those of the parameters in the shards.
+    """What is wrong with the export of a checkpoint, for transformers alone: keys, or tensors that
+    are not those in the shards.
     """
-    export = checkpoint / "huggingface"
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        export, dtype=torch.float32, output_loading_info=True
+        checkpoint / "huggingface", dtype=torch.float32, output_loading_info=True
     )
     served, report = loaded
     faults = [f"{kind}: {sorted(map(str, found))[:3]}" for kind, found in report.items() if found]
-    served_state, trained = served.state_dict(), whole_state(checkpoint)
-    faults += [
-        f"not in the shards: {name}" for name, _ in served.named_parameters() if name not in trained
-    ]
-    states = served_state, served_state | trained  # buffers are not trained
-    ids = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(0))
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(export), dtype=torch.float32
-    ).eval()
-    ours, theirs = (_logits(model, state, ids) for state in states)
-    return faults + (
-        [] if torch.equal(ours, theirs) else ["logits differ from those of the trained parameters"]
-    )
-
-
-@torch.no_grad()
-def _logits(model: Any, state: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """In the memory of one model: kernels round otherwise where tensors lie as a file has them."""
-    model.load_state_dict(state)
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits
+    tensors, trained = served.state_dict(), whole_state(checkpoint)
+    names = [name for name, _ in served.named_parameters()]
+    faults += [f"not in the shards: {name}" for name in names if name not in trained]
+    unequal = differing({name: tensors[name] for name in trained}, trained)
+    return faults + [f"differs from the shards: {name}" for name in unequal]
 
 
 def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:

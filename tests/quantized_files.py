@@ -3,14 +3,13 @@ arithmetic dequantizes them.
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from toy import EXPERTS, write_model_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from toy import EXPERTS, write_model_config, write_weights
 
 Files = dict[str, torch.Tensor]
 BLOCK = 32
@@ -27,25 +26,22 @@ def compressed(**weights: Any) -> dict[str, Any]:
 
 
 def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float8 codes and the scale of each block, one block after the other."""
+    """Return float8 codes, and the scale of each block."""
     rows, columns = weight.shape
-    codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(math.ceil(rows / block[0]), math.ceil(columns / block[1]))
-    for down in range(scales.shape[0]):
-        for across in range(scales.shape[1]):
-            place = (
-                slice(down * block[0], (down + 1) * block[0]),
-                slice(across * block[1], (across + 1) * block[1]),
-            )
-            scales[down, across] = weight[place].abs().max() / 448
-            codes[place] = (weight[place] / scales[down, across]).to(torch.float8_e4m3fn)
-    return codes, scales
+    padded = F.pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    scales = blocks.abs().amax((1, 3)) / 448
+    return (weight / spread(scales, block, weight)).to(torch.float8_e4m3fn), scales
+
+
+def spread(scales: torch.Tensor, block: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    """The scale of each number of a weight."""
+    rows, columns = like.shape
+    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
 
 
 def plain(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    rows, columns = codes.shape
-    spread = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return (codes.float() * spread[:rows, :columns]).bfloat16()
+    return (codes.float() * spread(scales.float(), block, codes)).bfloat16()
 
 
 def is_linear(name: str, tensor: torch.Tensor) -> bool:
@@ -108,9 +104,7 @@ def quantize_mxfp4(path: Path) -> Files:
 def save_model(path: Path, model_type: str, **changes: Any) -> None:
     """Save a model in bfloat16, with one tensor that its class does not have."""
     write_model_config(path, model_type, tie_word_embeddings=False, **changes)
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    model.bfloat16().save_pretrained(path)
+    write_weights(path, torch.bfloat16)
     tensors = load_file(path / "model.safetensors") | {PREDICTING: torch.randn(40, 64).bfloat16()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 

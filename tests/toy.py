@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import FsdpConfig, GuardConfig, ModelConfig, OptimConfig, TrainerConfig
 from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
@@ -113,9 +113,21 @@ def write_model_config(path: Path, model_type: str = "qwen2", **changes: Any) ->
     return ModelSource(str(path), random_weights=True)
 
 
+def write_weights(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Save random weights for the config.json of a directory; return the model."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+    model.save_pretrained(path)
+    return model
+
+
+def _taken(cls: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of a dataclass out of `changes`."""
+    return {name: changes.pop(name) for name in cls.__dataclass_fields__ if name in changes}
+
+
 def model_config(**changes: Any) -> ModelConfig:
-    own = {name: changes.pop(name) for name in FsdpConfig.__dataclass_fields__ if name in changes}
-    fsdp = FsdpConfig(**({"param_dtype": "float32"} | own))
+    fsdp = FsdpConfig(**({"param_dtype": "float32"} | _taken(FsdpConfig, changes)))
     return ModelConfig(
         **({"partial_pretrain": "toy", "random_weights": True, "fsdp_config": fsdp} | changes)
     )
@@ -192,8 +204,8 @@ def no_checkpoints() -> Mock:
 
 def guard_config(**changes: Any) -> TrainerConfig:
     """The defaults; `changes` are keys of both groups."""
-    own = {name: changes.pop(name) for name in GuardConfig.__dataclass_fields__ if name in changes}
-    return TrainerConfig(**changes, guard=GuardConfig(**own))
+    guard = GuardConfig(**_taken(GuardConfig, changes))
+    return TrainerConfig(**changes, guard=guard)
 
 
 def toy_run(

@@ -4,10 +4,10 @@ parts and a trace.
 
 import hashlib
 import json
-import logging
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,16 +16,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_run
 
-from trainer.checkpoint import finished
+from trainer.checkpoint import finished, layout
 from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.layout import step_dir_name
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.start import Start, choose, decide_start
 from trainer.config import CheckpointConfig, TrainerConfig
-from trainer.data.batch_plan import Schedule, Share
 from trainer.model.pretrained import whole_checkpoint
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
@@ -37,7 +35,8 @@ from trainer.train.run import Run
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8
-TOLD = logging.getLogger("told")
+TOLD: list[tuple[str, int, str]] = []
+"""What became of the saves of this rank: kind, step, message."""
 TRACE = "trace.jsonl"
 
 
@@ -54,6 +53,8 @@ class Recipe:
     save_timeout_s: int = 30
     resume_allow: tuple[str, ...] = ()
     has_trace: bool = False
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    """Other settings of `trainer.checkpoint`."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,18 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
         device="cpu",
         hang_timeout_s=20,
         checkpoint=CheckpointConfig(
-            save_contents=CONTENTS,
-            export_dtype="float32",
-            async_save=recipe.async_save,
+            **{
+                "save_contents": CONTENTS,
+                "export_dtype": "float32",
+                "async_save": recipe.async_save,
+                **recipe.checkpoint,
+            }
         ),
     )
 
 
 def tell(kind: str, step: int, message: str, level: str) -> None:
-    """What became of a save, on every rank: to whoever listens to `TOLD`."""
-    TOLD.info("%s %d: %s", kind, step, message)
+    TOLD.append((kind, step, message))
 
 
 def checkpoint_manager(
@@ -197,15 +200,13 @@ def run(
         checkpoints.load(start.checkpoint)
         checkpoints.settle(start.checkpoint.step, parts.guard.history)
     loaded, loaded_moments = full_parameters(model), moments_of(parts)
-    recorder = (
-        Tracer(run_dir / TRACE, parts, recipe) if recipe.has_trace and world.is_main else Recorder()
-    )
+    recorder = Tracer(run_dir / TRACE, parts) if recipe.has_trace and world.is_main else Recorder()
     parts.checkpoints, parts.tracking = checkpoints, recorder  # type: ignore[assignment]
     with patch.object(step, "local_square_sum", gradient_sum):
         code = 0 if start.is_complete else fit(parts)
     if start.lock is not None:
         if code == 0:
-            last = run_dir / step_dir_name(parts.batches.step)
+            last = run_dir / layout.step_dir_name(parts.batches.step)
             finished.write(last, finished.Finished(ended_early=False, message=""))
         start.lock.release()
     losses = {
@@ -226,9 +227,11 @@ def run(
 
 
 def begun(run_dir: Path, target: Path, step: int) -> Path:
-    """The run as it was after this step, in `target`: what comes later is not there."""
-    shutil.copytree(run_dir / step_dir_name(step), target / step_dir_name(step))
-    (target / "latest_checkpointed_iteration.txt").write_text(str(step))
+    """The checkpoints as they were after this step, in `target`: later ones are not there."""
+    for info in layout.checkpoints(run_dir):
+        if info.step <= step:
+            shutil.copytree(info.path, target / info.path.name)
+    (target / layout.POINTER).write_text(str(step))
     return target
 
 
@@ -244,14 +247,11 @@ def moments_of(parts: Run) -> dict[str, torch.Tensor]:
 
 
 class Tracer(Recorder):
-    """Appends a line per step to a file: exact loss, norm, rate; digests of samples and of this
-    rank's state.
-    """
+    """Appends a line per step to a file: exact loss, norm, rate; a digest of this rank's state."""
 
-    def __init__(self, path: Path, parts: Run, recipe: Recipe) -> None:
+    def __init__(self, path: Path, parts: Run) -> None:
         super().__init__()
         self._parts = parts
-        self._schedule = Schedule((Share(24),), recipe.batch_size, seed=3)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
@@ -263,7 +263,6 @@ class Tracer(Recorder):
             "loss": float(data["train/loss"]).hex(),
             "grad_norm": float(data["train/grad_norm"]).hex(),
             "lr": float(data["train/lr(1e-3)"]).hex(),
-            "ids": hashlib.sha256(self._schedule.rows(step).tobytes()).hexdigest()[:16],
             "state": self._digest(),
         }
         os.write(self._file, (json.dumps(line) + "\n").encode())

@@ -23,6 +23,7 @@ from rank_server import CONTEXT
 from trainer.launch.supervise import run_exit_code
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.status import VARIABLE, Status, new_status
+from trainer.tracking import read_metrics
 
 AGENT_PATIENCE_S = 30.0
 POLL_S = 0.002
@@ -182,19 +183,51 @@ def run(
         return attempt.wait(timeout_s), attempt.output
 
 
-def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
-    """In this process: the signal comes within the step, counted from 1; before a SIGKILL the
-    saves of earlier steps are made whole.
-    """
+def train(
+    run_dir: Path,
+    num_ranks: int,
+    *words: str,
+    code: int | None = 0,
+    before: Callable[[], None] | None = None,
+    timeout_s: float = 180.0,
+) -> str:
+    """Start a run in `run_dir` and return its output. It must end with `code`; None: killed."""
+    words = (*words, f"trainer.default_local_dir={run_dir}")
+    log = run_dir.with_suffix(".log")
+    found, output = run(num_ranks, *words, log=log, before=before, timeout_s=timeout_s)
+    assert (found not in (0, 2, None)) if code is None else found == code, output
+    return output
+
+
+def curve(run_dir: Path, key: str = "train/loss") -> dict[int, float]:
+    """{step: value}, from the newest attempt of each step; empty before the first step."""
+    path = run_dir / "metrics.jsonl"
+    rows = read_metrics(path) if path.exists() else []
+    return {int(row["step"]): row[key] for row in rows if key in row}
+
+
+def before_steps(act: Callable[[Any, int], None]) -> None:
+    """In this process: call `act(run, step)` before each step, counted from 1."""
     from trainer.train import fit
 
     whole = fit.training_step
 
     def training_step(run: Any, batch: Any) -> Any:
-        if batch.step == step:
-            if number == signal.SIGKILL:
-                run.checkpoints.finish()
-            os.kill(os.getpid(), number)
+        act(run, batch.step)
         return whole(run, batch)
 
     fit.training_step = training_step
+
+
+def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
+    """In this process: the signal comes within the step; before a SIGKILL the saves of earlier
+    steps are made whole.
+    """
+
+    def stop(run: Any, at: int) -> None:
+        if at == step:
+            if number == signal.SIGKILL:
+                run.checkpoints.finish()
+            os.kill(os.getpid(), number)
+
+    before_steps(stop)

@@ -48,9 +48,9 @@ def written(own: "Field[Any]") -> str:
     )
 
 
-def sheet(cls: type = Config) -> str:
+def sheet() -> str:
     """The text of conf/sft.yaml."""
-    groups = ("\n".join(_lines(own.type, name, depth=0)) for name, own in declared(cls).items())
+    groups = ("\n".join(_lines(own.type, name, depth=0)) for name, own in declared(Config).items())
     return "\n\n".join([HEAD.rstrip(), *groups]) + "\n"
 
 
@@ -118,7 +118,7 @@ def _as_comment(docstring: str) -> str:
     return docstring[0].lower() + docstring[1:].rstrip(".")
 
 
-def table(cls: type = Config) -> str:
+def table(cls: type) -> str:
     """The keys as a Markdown table."""
     rows = [
         f"| `{dotted}` | `{_in_table(written(own))}` | {_in_table(own.metadata['meaning'])} |"
@@ -134,16 +134,12 @@ def _in_table(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def replace_table(page: str, table: str, name: str = "configuration") -> str:
-    """The page with the table between its two marks made anew."""
-    start, end = f"<!-- {name}: start -->", f"<!-- {name}: end -->"
-    before, after = page.split(start)[0], page.split(end)[1]
-    return f"{before}{start}\n{table}\n{end}{after}"
-
-
 def with_tables(page: str) -> str:
+    """The page with the tables between their marks written again."""
     for name, cls in TABLES.items():
-        page = replace_table(page, table(cls), name)
+        start, end = f"<!-- {name}: start -->", f"<!-- {name}: end -->"
+        before, after = page.split(start)[0], page.split(end)[1]
+        page = f"{before}{start}\n{table(cls)}\n{end}{after}"
     return page
 
 

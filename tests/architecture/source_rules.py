@@ -4,7 +4,6 @@ what is wrong`).
 
 import ast
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 CORE = "errors config runtime tracking quickstart data model optim checkpoint train"
@@ -42,18 +41,13 @@ def module_name(relative_path: str) -> str:
     return relative_path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
-@dataclass(frozen=True)
-class Import:
-    target: str
-    line: int
-
-
-def imports_of(module: str, source: str, known: Iterable[str]) -> list[Import]:
-    """Every import of a file, inside functions too; `from package import name` means `package.name`
-    where that is one of the `known` modules. Implied imports of parent packages do not count.
+def imports_of(module: str, source: str, known: Iterable[str]) -> list[tuple[str, int]]:
+    """(target, line) of every import of a file, inside functions too; `from package import name`
+    means `package.name` where that is one of the `known` modules. Implied imports of parent
+    packages do not count.
     """
     nodes = ast.walk(ast.parse(source))
-    return [Import(t, node.lineno) for node in nodes for t in _targets(node, module, set(known))]  # type: ignore[attr-defined]
+    return [(t, node.lineno) for node in nodes for t in _targets(node, module, set(known))]  # type: ignore[attr-defined]
 
 
 def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
@@ -63,8 +57,9 @@ def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
         assert node.module is not None and node.level == 0, f"{module}: a relative import"
         names = [f"{node.module}.{alias.name}" for alias in node.names]
         return [name if name in known else node.module for name in names]
-    is_call = isinstance(node, ast.Call) and _leaf(node.func) in ("import_module", "__import__")
-    return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)] if is_call else []  # type: ignore[attr-defined]
+    if isinstance(node, ast.Call) and _dotted(node.func).endswith(("import_module", "__import__")):
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]  # type: ignore[misc]
+    return []
 
 
 def wrong_imports(sources: Sources) -> list[str]:
@@ -74,8 +69,7 @@ def wrong_imports(sources: Sources) -> list[str]:
     found = []
     for module, source in sources.items():
         tool = _tool_of(module)
-        for item in imports_of(module, source, sources):
-            target = item.target
+        for target, line in imports_of(module, source, sources):
             if not target.startswith("trainer."):
                 continue
             if tool is not None:
@@ -86,7 +80,7 @@ def wrong_imports(sources: Sources) -> list[str]:
             else:
                 is_right = floor_of(target) <= floor_of(module)
             if not is_right:
-                found.append(f"{module}:{item.line}: may not import {target}")
+                found.append(f"{module}:{line}: may not import {target}")
     return found
 
 
@@ -99,7 +93,7 @@ def _tool_of(module: str) -> str | None:
 def import_cycle(sources: Sources) -> list[str]:
     """A cycle between files, empty where there is none."""
     graph = {
-        module: {item.target for item in imports_of(module, source, sources)} & sources.keys()
+        module: {target for target, _ in imports_of(module, source, sources)} & sources.keys()
         for module, source in sources.items()
     }
     try:
@@ -185,8 +179,3 @@ def _dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
     return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
-
-
-def _leaf(node: ast.AST) -> str:
-    """The last part of a name: of `self.buffers.wait` and `made().wait`, `wait`."""
-    return getattr(node, "attr", getattr(node, "id", ""))

@@ -71,15 +71,15 @@ ALLOWED_LOADS = {
 }
 
 
-def python_files(*roots: str) -> dict[str, str]:
-    """Path relative to the repository -> source text."""
-    paths = sorted(path for root in roots for path in (REPOSITORY / root).rglob("*.py"))
+def python_files() -> dict[str, str]:
+    """Path relative to the repository -> source text, of the trainer."""
+    paths = sorted((REPOSITORY / "trainer").rglob("*.py"))
     return {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8") for path in paths}
 
 
 @pytest.fixture(scope="module")
 def sources() -> rules.Sources:
-    return {rules.module_name(path): text for path, text in python_files("trainer").items()}
+    return {rules.module_name(path): text for path, text in python_files().items()}
 
 
 def test_every_file_stands_on_a_floor(sources):
@@ -111,7 +111,7 @@ for name in sys.argv[1:]:
 
 
 def test_the_step_waits_for_the_device_only_where_listed():
-    files = python_files("trainer")
+    files = python_files()
     found = {
         f"{path}:{owner}": line
         for path in STEP_FILES
@@ -124,7 +124,7 @@ def test_the_step_waits_for_the_device_only_where_listed():
 def test_nothing_loads_what_could_run_code():
     found = {
         path: lines
-        for path, text in python_files("trainer").items()
+        for path, text in python_files().items()
         if (lines := rules.unsafe_loads(path, text))
     }
     assert {path: lines for path, lines in found.items() if path not in ALLOWED_LOADS} == {}
@@ -145,9 +145,9 @@ def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(
     while waiting:
         found |= waiting
         targets = {
-            entry.target
+            target
             for module in waiting
-            for entry in rules.imports_of(module, sources[module], sources)
+            for target, _ in rules.imports_of(module, sources[module], sources)
         }
         waiting = {target for target in targets if target.startswith(package)} - found
     assert sorted(TOKEN_MODULES) == sorted(module.removeprefix(package) for module in found)

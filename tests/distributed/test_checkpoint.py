@@ -3,7 +3,6 @@ the right directory.
 """
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from safetensors.torch import load_file
 from toy import ToySamples, build_toy_model, optim_config, toy_run, write_model_config
-from toy_runs import Recipe, checkpoint_manager, equal, flip, run, save_now
+from toy_runs import Recipe, begun, checkpoint_manager, equal, flip, run, save_now
 from transformers import AutoModelForCausalLM
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.errors import CannotWriteError
 from trainer.optim.schedule import LrSchedule
@@ -36,39 +34,6 @@ def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
     """An uninterrupted run on two ranks, its checkpoints of steps 2, 4, 6 kept."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
     return run_dir, run_ranks(run, 2, run_dir, source, Recipe())[0]
-
-
-def copy_up_to(run_dir: Path, target: Path, step: int) -> Path:
-    """Return a copy of what the disk held after the save of `step`."""
-    for info in layout.checkpoints(run_dir):
-        if info.step <= step:
-            shutil.copytree(info.path, target / info.path.name)
-    (target / layout.POINTER).write_text(str(step))
-    return target
-
-
-@pytest.mark.covers("S3.20", "S3.27", "S3.28", "S3.29")
-def test_resume_on_the_same_ranks_is_bit_equal(straight, source, tmp_path):
-    (run_dir, whole), step = straight, 4
-    again = run_ranks(run, 2, copy_up_to(run_dir, tmp_path / "run", step), source, Recipe())[0]
-    assert again.start_step == step
-    assert again.losses == {s: value for s, value in whole.losses.items() if s > step}
-    assert equal(again.parameters, whole.parameters) and equal(again.moments, whole.moments)
-
-
-@pytest.mark.covers("S3.30")
-@pytest.mark.parametrize("world_size", [1, 5])
-def test_resume_on_other_ranks(straight, source, tmp_path, world_size):
-    run_dir, whole = straight
-    saved = load_file(run_dir / "global_step_4" / "huggingface" / "model.safetensors")
-    begun = copy_up_to(run_dir, tmp_path / "run", 4)
-    again = run_ranks(run, world_size, begun, source, Recipe())[0]
-    assert equal(again.loaded, saved), "parameters changed by loading"
-    for step, (loss, norm) in again.losses.items():
-        assert loss == pytest.approx(whole.losses[step][0], rel=1e-6)
-        assert norm == pytest.approx(whole.losses[step][1], rel=1e-5)
-    back = run_ranks(run, 2, tmp_path / "run", source, Recipe(total_steps=7))[0]
-    assert equal(back.loaded, again.parameters) and equal(back.loaded_moments, again.moments)
 
 
 @pytest.mark.covers("S3.16", "S3.17", "S3.18", "S3.19", "S3.20", "S3.21", "S3.22", "S3.23", "S3.52")
@@ -96,7 +61,7 @@ def test_layout_manifest_and_export(straight, source):
 
 
 def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path):
-    run_dir = copy_up_to(straight[0], tmp_path / "run", 6)
+    run_dir = begun(straight[0], tmp_path / "run", 6)
     flip(run_dir / "global_step_6" / layout.optim_file(2, 1))
     again = run_ranks(run, 2, run_dir, source, Recipe())[0]
     assert again.start_step == 4
@@ -105,7 +70,7 @@ def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path):
 
 
 def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path):
-    run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
+    run_dir = begun(straight[0], tmp_path / "run", 2)
     flip(run_dir / "global_step_2" / layout.model_file(2, 0))
     with pytest.raises(AssertionError, match="is damaged"):
         run_ranks(run, 2, run_dir, source, Recipe())
@@ -120,41 +85,6 @@ def test_a_changed_schedule_is_named(caplog):
     assert caplog.text == ""
     part.load_state_dict(saved | {"peak_lr": 1e-5, "total_steps": 12})
     assert "peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20" in caplog.text
-
-
-def save_failing(world: Any, run_dir: Path, source: Any, failing_rank: int) -> Any:
-    """One rank cannot write its shards: steps saved after a try, (errors) of a required save,
-    and of a good one.
-    """
-    run_dir.mkdir(exist_ok=True)
-    parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
-    checkpoints = checkpoint_manager(world, run_dir, source, parts, Recipe())
-
-    def full_disk(operation: fsio.Operation) -> None:
-        if operation.kind == "write" and operation.path.name.startswith("model_"):
-            raise OSError(28, "No space left on device", str(operation.path))
-
-    fsio.observer = full_disk if world.rank == failing_rank else None
-    save_now(checkpoints, parts, is_required=False)
-    metrics = checkpoints.take_metrics(0)
-    try:
-        save_now(checkpoints, parts, is_required=True)
-        error = ""
-    except CannotWriteError as failure:
-        error = str(failure)
-    fsio.observer = None
-    save_now(checkpoints, parts, is_required=True)
-    return metrics["checkpoint/failed_in_a_row"], error
-
-
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_rank_that_cannot_write_fails_the_save_on_all(source, tmp_path, failing_rank):
-    for num_failed, error in run_ranks(save_failing, 2, tmp_path / "run", source, failing_rank):
-        assert num_failed == 1
-        for named in (f"rank {failing_rank}", "No space left", "model_world_size_2"):
-            assert named in error
-    assert [info.status for info in layout.checkpoints(tmp_path / "run")] == ["committed"]
-    assert layout.leftovers(tmp_path / "run") == []
 
 
 def save_poisoned(world: Any, run_dir: Path, source: Any, where: str) -> str:
@@ -184,7 +114,7 @@ def test_a_poisoned_state_is_never_committed(source, tmp_path, where):
 
 @pytest.mark.covers("S3.30")
 def test_other_data_is_refused_by_name_and_accepted_when_allowed(straight, source, tmp_path):
-    run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
+    run_dir = begun(straight[0], tmp_path / "run", 2)
     with pytest.raises(AssertionError, match=r"data: toy 0 -> toy 1 +<- refused"):
         run_ranks(run, 2, run_dir, source, Recipe(seed=1))
     again = run_ranks(run, 2, run_dir, source, Recipe(seed=1, resume_allow=("data",)))[0]
@@ -192,7 +122,7 @@ def test_other_data_is_refused_by_name_and_accepted_when_allowed(straight, sourc
 
 
 def test_an_accepted_batch_size_goes_on_in_the_same_order(straight, source, tmp_path):
-    run_dir = copy_up_to(straight[0], tmp_path / "run", 2)
+    run_dir = begun(straight[0], tmp_path / "run", 2)
     changed = Recipe(batch_size=4, resume_allow=("train_batch_size",))
     again = run_ranks(run, 2, run_dir, source, changed)[0]
     assert again.start_step == 2

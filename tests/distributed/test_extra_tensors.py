@@ -2,29 +2,23 @@
 exports carry them.
 """
 
-import json
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exports import export_model
+from exports import export_changed, tensors_in
 from families import VOCAB
 from family_runs import prepare, words_of_run
 from family_trials import heard, save_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from toy import model_config
+from toy import build, differing
 from transformers import AutoModelForCausalLM
-from whole_runs import run, stop_in_step
+from whole_runs import train
 
-from trainer.checkpoint.export import OTHER_PARTS, ExportSource
-from trainer.checkpoint.model_files import ModelFiles
+from trainer.checkpoint.export import OTHER_PARTS
 from trainer.checkpoint.offline_export import export_from_shards
-from trainer.checkpoint.shards import weight_buffers
-from trainer.model.assemble import build_model, design_model
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 
 _EXPERT = "mlp.experts.0"
@@ -71,21 +65,6 @@ def add_tensors(model: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return added
 
 
-def stored(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor that the directory's index names, or that its single file holds."""
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        return load_file(directory / "model.safetensors")
-    places = json.loads(index.read_text())["weight_map"]
-    files = {name: load_file(directory / name) for name in set(places.values())}
-    assert sorted(places) == sorted(name for tensors in files.values() for name in tensors)
-    return {name: files[file][name] for name, file in places.items()}
-
-
-def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-
-
 def export_all(world: Any, root: Path) -> dict[str, Any]:
     """{family: what was logged}, each exported after a change of every parameter, in float32.
     Collective.
@@ -94,17 +73,8 @@ def export_all(world: Any, root: Path) -> dict[str, Any]:
     for name in EXTRA:
         source = ModelSource(str(root / name))
         with heard() as lines:
-            whole = whole_checkpoint(source)
-            model: Any = build_model(
-                design_model(model_config(random_weights=False), source, max_length=64),
-                world=world,
-                seed=1,
-            )
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *weight_buffers(model).values()):
-                tensor.mul_(1.25)
-        export_source = ExportSource(ModelFiles.read(Path(source.path)), None, (), whole)
-        export_model(world, model, root / f"{name}-export", export_source, dtype="float32")
+            model = build(world, source, random_weights=False)
+            export_changed(world, model, source, root / f"{name}-export")
         said[name] = lines
     return said
 
@@ -121,9 +91,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 @pytest.mark.parametrize("name", EXTRA)
 def test_every_tensor_is_in_the_export(exported, name):
     root, said = exported
-    theirs, ours = stored(root / name), stored(root / f"{name}-export")
+    theirs, ours = tensors_in(root / name), tensors_in(root / f"{name}-export")
     assert ours.keys() == theirs.keys()
-    assert {key for key in ours if same(ours[key], theirs[key])} == set(EXTRA[name])
+    assert ours.keys() - set(differing(ours, theirs)) == set(EXTRA[name])
     (line,) = [line for line in said[name] if "carry them unchanged" in line]
     assert f"{len(EXTRA[name])} tensors" in line and min(EXTRA[name]) in line
     _, report = AutoModelForCausalLM.from_pretrained(
@@ -153,45 +123,16 @@ LORA = (
 )
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    root = tmp_path_factory.mktemp("mtp")
-    prepare(root, "qwen2")
-    return root, add_tensors(root / "model", MTP)
-
-
-def train(root: Path, run_dir: Path, *words: str, before: Any = None) -> int | None:
-    words = (*words_of_run(root, root / "model", run_dir), *FOUR_STEPS, *words)
-    return run(2, *words, log=run_dir.with_suffix(".log"), before=before)[0]
-
-
-def test_a_resumed_run_carries_them_and_so_does_an_export_afterwards(source, tmp_path):
-    root, added = source
-    assert train(root, tmp_path / "run", before=partial(stop_in_step, 4, signal.SIGKILL)) not in (
-        0,
-        None,
-    )
-    assert train(root, tmp_path / "run") == 0
-    checkpoint = tmp_path / "run" / "global_step_4"
-    tensors = stored(checkpoint / "huggingface")
-    assert all(same(tensors[name], tensor) for name, tensor in added.items())
-    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
-    export_from_shards(checkpoint, tmp_path / "afterwards", dtype="bfloat16")
-    saved, afterwards = (
-        {file.name: file.read_bytes() for file in path.iterdir()}
-        for path in (checkpoint / "huggingface", tmp_path / "afterwards")
-    )
-    assert saved == afterwards
-
-
-def test_merged_adapters_carry_them_and_adapters_alone_do_not(source, tmp_path):
-    root, added = source
-    assert train(root, tmp_path / "run", *LORA) == 0
+def test_merged_adapters_carry_them_and_adapters_alone_do_not(tmp_path):
+    prepare(tmp_path, "qwen2")
+    added = add_tensors(tmp_path / "model", MTP)
+    words = words_of_run(tmp_path, tmp_path / "model")
+    train(tmp_path / "run", 2, *words, *FOUR_STEPS, *LORA)
     checkpoint = tmp_path / "run" / "global_step_4"
     export_from_shards(checkpoint, tmp_path / "afterwards", dtype="bfloat16", lora="merged")
     for path in (checkpoint / "huggingface", tmp_path / "afterwards"):
-        tensors = stored(path)
-        assert all(same(tensors[name], tensor) for name, tensor in added.items())
+        tensors = tensors_in(path)
+        assert not differing(added, {name: tensors[name] for name in added})
         assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
         assert not (path / OTHER_PARTS).exists()
     export_from_shards(checkpoint, tmp_path / "adapter", dtype="bfloat16", lora="adapter")

@@ -1,7 +1,5 @@
 """Process groups of a run: all have the time limit of the configuration, whatever the mesh."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,35 +36,6 @@ def outcome(world: World, card: str) -> str:
     except (ConfigError, RuntimeError) as error:
         return str(error)
     return "met"
-
-
-def of_facts(world: World) -> tuple[str, str]:
-    def said(facts: dict[str, str]) -> str:
-        try:
-            distributed._require_all(world.device, world.size, card=None, facts=facts)
-        except ConfigError as error:
-            return str(error)
-        return "met"
-
-    same = {"weights": "12ab", "optim.lr": "0.1"}
-    differs = world.rank == 1
-    different = (
-        same | {"weights": "34cd" if differs else "12ab"} | ({"adapter": "56ef"} if differs else {})
-    )
-    return said(same), said(different)
-
-
-def test_ranks_with_different_facts_are_refused_on_each_of_them_with_name_host_and_rank():
-    found = run_ranks(of_facts, 3)
-    host = socket.gethostname()
-    assert [same for same, _ in found] == ["met"] * 3
-    (message,) = {different for _, different in found}
-    lines = message.splitlines()
-    assert lines[1:-1] == [
-        f"  weights: 12ab on {host} (rank 0), 34cd on {host} (rank 1)",
-        f"  adapter: none on {host} (rank 0), 56ef on {host} (rank 1)",
-    ]
-    assert lines[-1].startswith("Fix: ")
 
 
 def through_nothing(world: World) -> str:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from exports import export_model
 from ranks import run_ranks
-from toy import model_config, write_model_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from toy import model_config, write_model_config, write_weights
+from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import export
 from trainer.checkpoint.export import ExportSource
@@ -73,12 +73,7 @@ def load_and_export(world: Any, path: Path, target: Path) -> dict[str, Any]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     path = tmp_path_factory.mktemp("model")
     write_model_config(path, "qwen3_moe", num_hidden_layers=NUM_LAYERS, **EXPERTS)
-    torch.manual_seed(0)
-    whole: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(path), dtype=torch.bfloat16
-    )
-    whole.save_pretrained(path)
-    return path, whole
+    return path, write_weights(path, torch.bfloat16)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_runs import tiny_model
-
-from trainer.tracking import read_metrics
+from whole_runs import curve, tiny_model
 
 LATIN_1 = "en_US.ISO-8859-1"
 SMALL = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.test_freq=-1")
@@ -59,17 +57,9 @@ def test_a_latin_1_locale_trains_the_same_tokens(tmp_path, locales):
     output = train(root, tmp_path / "latin1", LC_ALL=LATIN_1, LOCPATH=str(locales))
     assert "Traceback" not in output and "UnicodeEncodeError" not in output, output
     assert "\\uff5c" in output, "the template's own character cannot be shown in Latin-1"
-    losses = [
-        [
-            row["train/loss"]
-            for row in read_metrics(tmp_path / name / "metrics.jsonl")
-            if "train/loss" in row
-        ]
-        for name in ("utf8", "latin1")
-    ]
+    run_dirs = [tmp_path / name for name in ("utf8", "latin1")]
+    losses = [curve(run_dir) for run_dir in run_dirs]
     assert losses[0] == losses[1] and len(losses[0]) == 2
-    exported = [tmp_path / name / "global_step_2" / "huggingface" for name in ("utf8", "latin1")]
-    assert [(path / "chat_template.jinja").read_text(encoding="utf-8") for path in exported] == [
-        TEMPLATE,
-        TEMPLATE,
-    ]
+    for run_dir in run_dirs:
+        template = run_dir / "global_step_2" / "huggingface" / "chat_template.jinja"
+        assert template.read_text(encoding="utf-8") == TEMPLATE

@@ -1,4 +1,4 @@
-"""Runs with moments and parameters in bfloat16, and with the layers' inputs in host memory."""
+"""Runs with moments and parameters in bfloat16."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from toy import differing, full_parameters, short_run, write_model_config
+from toy import write_model_config
 from toy_runs import Recipe, Result, begun, run
 from transformers import AutoModelForCausalLM
 
@@ -56,33 +56,3 @@ def test_a_checkpoint_in_bfloat16_goes_on_in_float32_and_not_the_other_way(sourc
         again = begun(tmp_path / "wide", tmp_path / key, STEPS)
         with pytest.raises(BaseException, match=f"{key}=float32"):
             run_ranks(run, 1, again, source, Recipe(STEPS + 2), **changes)
-
-
-Trained = tuple[list[float], list[float], dict[str, torch.Tensor]]
-"""Losses, norms, and whole parameters at the end."""
-
-
-def train(world: Any, source: Any, variants: list[dict[str, Any]]) -> list[Trained]:
-    """A run of each variant: what `short_run` takes."""
-    found = []
-    for variant in variants:
-        of_model = {name: value for name, value in variant.items() if name != "model"}
-        run = short_run(world, source, total_steps=STEPS, **of_model, **variant.get("model", {}))
-        rows: Any = run.tracking
-        columns = rows.column("train/loss"), rows.column("train/grad_norm")
-        found.append((*columns, full_parameters(run.model)))
-    return found
-
-
-def test_inputs_of_the_layers_come_back_from_host_memory_as_they_were(source):
-    """The same bits as with recomputation alone: losses, norms and parameters after six steps."""
-    kinds: list[dict[str, Any]] = [{"is_packed": False}, LOW | {"param_dtype": "bfloat16"}]
-    hows: list[bool | str] = [True, "offload"]
-    variants = [
-        kind | {"enable_gradient_checkpointing": how, "max_samples": 2}
-        for kind in kinds
-        for how in hows
-    ]
-    found = run_ranks(train, 2, source, variants)[0]
-    for expected, offloaded in zip(found[::2], found[1::2], strict=True):
-        assert offloaded[:2] == expected[:2] and differing(offloaded[2], expected[2]) == []

@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 
 from trainer.config import ConfigError
-from trainer.runtime.distributed import World, mesh_dimensions, require_divisor
+from trainer.runtime.distributed import World, require_divisor
 
 NAMES = ("data_rank", "sequence_rank", "num_data_ranks", "num_shards", "num_replicas")
 
@@ -27,11 +27,6 @@ def test_neighbours_take_the_same_samples_however_parameters_lie():
         {"data_rank": rank // 2, "sequence_rank": rank % 2, "group": (rank % 2, 2), **alike}
         for rank in range(4)
     ]
-
-
-def test_copies_of_sharded_parameters_are_a_dimension_of_their_own():
-    assert mesh_dimensions(4, fsdp_size=-1) == mesh_dimensions(4, fsdp_size=4) == {"fsdp": 4}
-    assert mesh_dimensions(4, fsdp_size=2) == {"ddp": 2, "fsdp": 2}
 
 
 def test_the_number_of_replicas_asks_no_mesh():

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from toy import build_toy_model, differing
 from toy_runs import begun
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from whole_runs import run, shrink, tiny_model
+from whole_runs import shrink, tiny_model, train
 
 from trainer.config import ConfigError
 from trainer.model import new_tokens
@@ -119,10 +119,7 @@ def test_a_base_model_learns_a_template_and_its_export_has_it(tmp_path, is_tied)
         run_dir = tmp_path / name
         if name == "again":
             begun(tmp_path / "whole", run_dir, 2)
-        code, output = run(
-            2, *own, f"trainer.default_local_dir={run_dir}", log=tmp_path / f"{name}.log"
-        )
-        assert code == 0, output
+        train(run_dir, 2, *own)
         exports[name] = run_dir / "global_step_4" / "huggingface"
     weights = [(export / "model.safetensors").read_bytes() for export in exports.values()]
     assert weights[0] == weights[1]

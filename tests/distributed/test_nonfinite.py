@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from toy import ToySamples, build_toy_model, full_parameters, toy_run, write_model_config
+from toy_runs import equal
 
 from trainer.data.batch import LossOutput
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE
@@ -57,10 +58,6 @@ def train_poisoned(
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_model_config(Path(tmp_path_factory.mktemp("model")))
-
-
-def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])

@@ -13,21 +13,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import toy_runs
+from exports import tensors_in
 from ranks import run_ranks
-from safetensors.torch import load_file
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
-from toy_runs import Recipe, Result, checkpoint_manager, equal, flip, run, save_now
-from transformers import AutoModelForCausalLM
+from toy_runs import Recipe, checkpoint_manager, equal, flip, run, save_now
 
-from trainer.checkpoint import export, fsio, layout
+from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.offline_export import export_from_shards
 from trainer.cli import checkpoint as cli
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 
 Tensors = dict[str, torch.Tensor]
-NO_WEIGHTS = {"save_contents": ["model", "optimizer", "extra"]}
 COMPANIONS = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
 
 
@@ -59,21 +56,9 @@ def checkpoint(trained, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
     )
 
 
-def stored(directory: Path) -> Tensors:
-    return {
-        name: tensor
-        for file in directory.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-
-
 def exported(checkpoint: Path, target: Path, dtype: str = "float32") -> Tensors:
     export_from_shards(checkpoint, target, dtype=dtype)
-    return stored(target)
-
-
-def cast(tensors: Tensors, dtype: str) -> Tensors:
-    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    return tensors_in(target)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -83,15 +68,6 @@ def contents(directory: Path) -> dict[str, bytes]:
 def others(target: Path) -> set[str]:
     """Return the names beside the export."""
     return set(os.listdir(target.parent)) - {target.name, "run"}
-
-
-def loaded(directory: Path) -> Tensors:
-    """Return the parameters of the model that transformers loads, without any warning."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype="auto", output_loading_info=True
-    )
-    assert not any(info.values()), info
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("case", ["plain", "hsdp"])
@@ -108,28 +84,6 @@ def test_an_export_afterwards_is_the_export_of_the_save_to_the_byte(trained, tmp
     assert equal(tensors, result.parameters)
 
 
-def run_with(
-    world: Any, run_dir: Path, source: Any, recipe: Recipe, changes: dict[str, Any]
-) -> Result:
-    """A run with other settings under `trainer.checkpoint`."""
-    config = toy_runs.trainer_config
-
-    def changed(*arguments: Any) -> Any:
-        found = config(*arguments)
-        return replace(found, checkpoint=replace(found.checkpoint, **changes))
-
-    with patch.object(toy_runs, "trainer_config", changed):
-        return run(world, run_dir, source, recipe)
-
-
-def test_a_save_that_exported_no_weights(source, tmp_path):
-    result = run_ranks(run_with, 2, tmp_path / "run", source, Recipe(total_steps=1), NO_WEIGHTS)[0]
-    saved = contents(tmp_path / "run" / "global_step_1" / "huggingface")
-    tensors = exported(tmp_path / "run" / "global_step_1", tmp_path / "export")
-    assert set(saved) == COMPANIONS == set(contents(tmp_path / "export")) - {"model.safetensors"}
-    assert equal(tensors, result.parameters)
-
-
 def save_once(world: Any, run_dir: Path, source: Any, largest: float | None) -> Tensors:
     """A checkpoint of step 0 without training, with one parameter set to `largest`; all
     parameters, whole.
@@ -141,28 +95,6 @@ def save_once(world: Any, run_dir: Path, source: Any, largest: float | None) -> 
     parts = toy_run(world, model, ToySamples(), total_steps=6)
     save_now(checkpoint_manager(world, run_dir, source, parts, Recipe()), parts)
     return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_experts_are_stored_one_by_one_as_transformers_does(tmp_path, dtype):
-    experts = {
-        "num_experts": 3,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16,
-        "tie_word_embeddings": False,
-    }
-    source = write_model_config(tmp_path / "model", "qwen3_moe", **experts)
-    whole = run_ranks(save_once, 2, tmp_path / "run", source, None)[0]
-    with patch.object(export, "MAX_FILE_BYTES", 30_000):
-        export_from_shards(tmp_path / "run" / "global_step_0", tmp_path / "export", dtype=dtype)
-    names = stored(tmp_path / "export").keys()
-    assert "model.layers.1.mlp.experts.2.up_proj.weight" in names and names != whole.keys()
-    assert names == stored(tmp_path / "run" / "global_step_0" / "huggingface").keys()
-    config = json.loads((tmp_path / "export" / "config.json").read_text())
-    assert config["torch_dtype"] == dtype and "dtype" not in config, (
-        "a key that the source's config has not"
-    )
-    assert equal(loaded(tmp_path / "export"), cast(whole, dtype))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +183,7 @@ def kill_everywhere(_: Any, checkpoint: Path, target: Path) -> dict[int, str]:
         for name in others(target):
             shutil.rmtree(target.parent / name)
         if target.exists():
-            assert equal(stored(target), stored(checkpoint / "huggingface"))
+            assert equal(tensors_in(target), tensors_in(checkpoint / "huggingface"))
             shutil.rmtree(target)
         if status == 0:
             break
@@ -297,9 +229,10 @@ def test_the_command_exports_what_a_resume_takes(trained, tmp_path, capsys):
     assert "was moved back to global_step_1" in moved
     assert exporting == f"exporting {run_dir / 'global_step_1'} in bfloat16"
     assert wrote.startswith(f"wrote {tmp_path / 'export'}  ")
-    saved = stored(run_dir / "global_step_1" / "huggingface")
-    assert equal(stored(tmp_path / "export"), cast(saved, "bfloat16"))
+    saved = tensors_in(run_dir / "global_step_1" / "huggingface")
+    rounded = {name: tensor.bfloat16() for name, tensor in saved.items()}
+    assert equal(tensors_in(tmp_path / "export"), rounded)
     words = ("export", str(run_dir), str(tmp_path / "wide"), "--dtype", "float32")
-    assert cli.main([*words]) == 0 and equal(stored(tmp_path / "wide"), saved)
+    assert cli.main([*words]) == 0 and equal(tensors_in(tmp_path / "wide"), saved)
     assert cli.main(["export", str(run_dir), str(tmp_path / "export")]) == 2
     assert f"ERROR: '{tmp_path / 'export'}' exists already" in capsys.readouterr().err

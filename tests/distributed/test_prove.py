@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_lora import LORA, start
+from test_lora import LORA
 from test_lora import root as root
 from test_lora import words as words
+from whole_runs import train
 
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest
 from trainer.config import ConfigError
@@ -39,7 +40,7 @@ def trained(words: tuple[str, ...], root: Path) -> dict[str, Path]:
     }
     save_file(changed, root / "model" / MODEL, {"format": "pt"})
     for name, changes in {"full": ("optim.lr=0.01",), "lora": (*LORA, "optim.lr=0.2")}.items():
-        start(root / name, 2, *words, *changes)
+        train(root / name, 2, *words, *changes)
     return {name: root / name for name in ("full", "lora")}
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 from ranks import run_ranks
 from torch import Tensor
-from toy import ToySamples, build_toy_model, toy_run, write_model_config
+from toy import ToySamples, build_toy_model, full_parameters, toy_run, write_model_config
 
 from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
 from trainer.optim import clip
@@ -49,8 +49,8 @@ def train(
     return exit_code
 
 
-def add_own_metrics(world: World) -> None:
-    """And a loss that measures them."""
+def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
+    """With a loss that measures them."""
     METRICS.update({metric.key: metric for metric in OWN})
 
     def measuring(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,10 +60,6 @@ def add_own_metrics(world: World) -> None:
         return LOSSES["cross_entropy"](logits_CV, labels_C)
 
     LOSSES["measuring"] = Loss(cross_entropy, measuring)
-
-
-def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
-    add_own_metrics(world)
     return train(world, run_dir, source, loss="measuring")
 
 
@@ -125,64 +121,46 @@ def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path):
 def train_noting_norms(
     world: World, source: Any
 ) -> tuple[dict[str, float], float, list[dict[str, float]]]:
-    """{parameter: squared norm of its whole gradient} and the squared norm of all whole parameters,
-    both before the update of the second of three steps, and the rows of all.
+    """{parameter: norm of its whole gradient} and the norm of all parameters, both before the
+    update of the second of three steps, and the rows of all.
     """
-    squares: dict[str, float] = {}
-    weights: dict[str, float] = {}
+    grad_norms: dict[str, float] = {}
+    weight_norms: list[float] = []
     model = build_toy_model(world, source)
     run = toy_run(world, model, ToySamples(), total_steps=NUM_STEPS)
 
     def noting(optimizer: Any, **scalars: Any) -> None:
         if run.batches.step == 2:
-            grads = {
-                name: parameter.grad.full_tensor().double()
-                for name, parameter in model.named_parameters()
-            }
-            squares.update({name: grad.square().sum().item() for name, grad in grads.items()})
-            whole = {
-                name: parameter.detach().full_tensor().double()
-                for name, parameter in model.named_parameters()
-            }
-            weights.update({name: weight.square().sum().item() for name, weight in whole.items()})
+            for name, parameter in model.named_parameters():
+                grad_norms[name] = parameter.grad.full_tensor().double().norm().item()
+            weights = full_parameters(model).values()
+            weight_norms.extend(weight.double().norm().item() for weight in weights)
         clip.clipped_step(optimizer, **scalars)
 
     with patch.object(step, "clipped_step", noting), patch.object(parts, "RARE_EVERY", 2):
         assert fit(run) == 0
-    return squares, sum(weights.values()), [row for _, row in run.tracking.rows]
+    return grad_norms, math.hypot(*weight_norms), [row for _, row in run.tracking.rows]
 
 
 def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(tmp_path):
     """On one rank, sharded over two, and replicated on two."""
-    source, key = write_model_config(tmp_path), "optim/grad_norm/"
-    told = {}
-    for name, (num_ranks, fsdp_size) in {
-        "one": (1, -1),
-        "sharded": (2, -1),
-        "replicated": (2, 1),
-    }.items():
-        squares, weight_square, rows_of = run_ranks(
+    source, key, told = write_model_config(tmp_path), "optim/grad_norm/", []
+    for num_ranks, fsdp_size in ((1, -1), (2, -1), (2, 1)):
+        grad_norms, weight_norm, (first, second, third) = run_ranks(
             train_noting_norms, num_ranks, source, fsdp_size=fsdp_size
         )[0]
-        first, second, third = rows_of
         assert not any(column.startswith(key) for column in first.keys() | third.keys())
-        assert second["optim/param_norm"] == pytest.approx(weight_square**0.5, rel=1e-6)
-        told[name] = {
-            block.removeprefix(key): norm for block, norm in second.items() if block.startswith(key)
-        }
-        for block, norm in told[name].items():
-            parts = [
-                square for parameter, square in squares.items() if parameter.startswith(f"{block}.")
-            ]
-            assert parts and norm == pytest.approx(sum(parts) ** 0.5, rel=1e-6), block
-        assert math.hypot(*told[name].values()) == pytest.approx(
-            second["train/grad_norm"], rel=1e-9
-        )
-    assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"} <= told[
-        "one"
-    ].keys()
-    for name in ("sharded", "replicated"):
-        assert told[name] == pytest.approx(told["one"], rel=1e-5)
+        assert second["optim/param_norm"] == pytest.approx(weight_norm, rel=1e-6)
+        blocks = {c.removeprefix(key): norm for c, norm in second.items() if c.startswith(key)}
+        for block, norm in blocks.items():
+            own = [grad for name, grad in grad_norms.items() if name.startswith(f"{block}.")]
+            assert own and norm == pytest.approx(math.hypot(*own), rel=1e-6), block
+        assert math.hypot(*blocks.values()) == pytest.approx(second["train/grad_norm"], rel=1e-9)
+        told.append(blocks)
+    expected = {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"}
+    assert expected <= told[0].keys()
+    for blocks in told[1:]:
+        assert blocks == pytest.approx(told[0], rel=1e-5)
 
 
 def test_a_term_of_the_loss_has_a_metric_of_its_own(tmp_path):

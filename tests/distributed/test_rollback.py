@@ -4,9 +4,7 @@ harmless.
 
 import math
 import os
-import shutil
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from trainer.errors import EXIT_DONE
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
 from trainer.train.guard import Guard
-from trainer.train.parts import Decision
 
 BAD_STEP, NUM_STEPS, BATCH_SIZE = 205, 260, 8
 TARGET_STEP = 180
@@ -62,24 +59,11 @@ def samples_of(step: int) -> frozenset[int]:
     return frozenset(int(i) for i in order.rows(step))
 
 
-class WatchedGuard(Guard):
-    """Remembers which steps were trained."""
-
-    def __init__(self, on_severe: str) -> None:
-        super().__init__(guard_config(on_severe=on_severe))
-        self.steps: list[int] = []
-
-    def observe(self, step: int, signals: Mapping[str, float], *, is_skipped: bool) -> Decision:
-        self.steps.append(step)
-        return super().observe(step, signals, is_skipped=is_skipped)
-
-
 @dataclass(frozen=True)
 class Outcome:
     exit_code: int
     steps: tuple[int, ...]
     last_loss: float
-    lr: Mapping[int, float]
     skipped: int
 
 
@@ -89,7 +73,8 @@ def train(
     """`fault`: none, batch (poisoned samples), or rank (rank 1's gradient a thousand times too
     large, once).
     """
-    guard, num_calls = WatchedGuard(on_severe), [layout.read_pointer(run_dir).step or 0]
+    guard = Guard(guard_config(on_severe=on_severe))
+    num_calls = [layout.read_pointer(run_dir).step or 0]
 
     def gradient_sum(parameters: Any) -> Any:
         num_calls[0] += 1
@@ -115,10 +100,9 @@ def train(
         )
     finally:
         fsio.observer = None
-    losses = [row["train/loss"] for _, row in result.rows]
-    lr = {step: row["train/lr(1e-3)"] for step, row in result.rows}
-    last_loss = float(np.mean(losses[-10:]))
-    return Outcome(result.exit_code, tuple(guard.steps), last_loss, lr, guard.num_skipped)
+    steps = tuple(step for step, _ in result.rows)
+    last_loss = float(np.mean([row["train/loss"] for _, row in result.rows[-10:]]))
+    return Outcome(result.exit_code, steps, last_loss, guard.num_skipped)
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +123,7 @@ def clean(clean_dir: Path, source: Any) -> Outcome:
 @pytest.fixture
 def begun(clean: Outcome, clean_dir: Path, tmp_path: Path) -> Path:
     """A run directory that holds what the clean run had after step `BEGUN`."""
-    later = [layout.step_dir_name(step) for step in range(BEGUN + 1, NUM_STEPS + 1)]
-    run_dir = Path(
-        shutil.copytree(clean_dir, tmp_path / "run", ignore=shutil.ignore_patterns(*later))
-    )
-    (run_dir / layout.POINTER).write_text(str(BEGUN))
-    return run_dir
+    return toy_runs.begun(clean_dir, tmp_path / "run", BEGUN)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
-"""Losses of rows: they are those of plain transformers, add up to the loss of the step, and survive
-kills; the report names the rows that stand out.
+"""Losses of rows are those of plain transformers and add up to the loss of the step. The report names
+the rows that stand out.
 """
 
 import json
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,11 @@ from toy import (
     write_model_config,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
-from whole_runs import run, stop_in_step, tiny_model
+from whole_runs import tiny_model, train
 
 from trainer.data.batch_plan import Share
 from trainer.tools.report.readers import read_run
-from trainer.tracking import read_metrics
-from trainer.tracking.row_losses import read_hard_rows, read_row_losses
+from trainer.tracking.row_losses import read_hard_rows
 from trainer.train.fit import fit
 
 STEPS = 6
@@ -35,10 +32,9 @@ STEPS = 6
 SHARES = (Share(18), Share(6, repeat=3.0))
 
 
-def losses_of_steps(world: Any, path: Path, *, sequence_size: int = 1) -> dict[Any, Any]:
-    changes = {"ulysses_sequence_parallel_size": sequence_size} if sequence_size > 1 else {}
+def losses_of_steps(world: Any, path: Path) -> dict[Any, Any]:
     samples = ToySamples(shares=SHARES)
-    model = build_toy_model(world, write_model_config(path / str(world.rank)), **changes)
+    model = build_toy_model(world, write_model_config(path / str(world.rank)))
     parts = toy_run(world, model, samples, total_steps=3, max_tokens=80)
     recorder: Any = parts.tracking
     begun_with = full_parameters(model)
@@ -74,47 +70,7 @@ def test_they_are_equal_on_any_number_of_ranks_and_add_up(tmp_path, num_ranks):
             assert losses.loss_sums.sum() / losses.tokens.sum() == pytest.approx(loss, rel=1e-9)
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> tuple[str, ...]:
-    return (
-        *tiny_model(tmp_path),
-        f"trainer.total_training_steps={STEPS}",
-        "trainer.save_freq=2",
-        "trainer.test_freq=-1",
-        "trainer.logger=[]",
-    )
-
-
-def start(run_dir: Path, words: tuple[str, ...], *, before: Any = None) -> tuple[int | None, str]:
-    words = (*words, f"trainer.default_local_dir={run_dir}")
-    return run(2, *words, log=run_dir.with_suffix(".log"), before=before)
-
-
-def test_a_killed_run_has_the_rows_of_one_go(tmp_path, words):
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert start(straight, words)[0] == 0
-    kill = partial(stop_in_step, 5, signal.SIGKILL)
-    assert start(killed, words, before=kill)[0] not in (0, None)
-    with (killed / "row_losses.jsonl").open("a") as file:
-        file.write('{"step":6,"attempt":1,"ids":[1],"tok')  # torn
-    code, output = start(killed, words)
-    assert code == 0, output
-    (expected, _), (found, _) = (
-        read_row_losses(run_dir / "row_losses.jsonl") for run_dir in (straight, killed)
-    )
-    assert list(expected) == list(found) == list(range(1, STEPS + 1))
-    for step, losses in expected.items():
-        assert losses.ids == found[step].ids
-        np.testing.assert_array_equal(losses.loss_sums, found[step].loss_sums)
-    rows = read_metrics(straight / "metrics.jsonl")
-    for row in rows:
-        if row["kind"] == "train":
-            losses = expected[row["step"]]
-            mean = losses.loss_sums.sum() / losses.tokens.sum()
-            assert mean == pytest.approx(row["train/loss"], rel=1e-6)
-
-
-def test_the_report_names_the_row_that_stands_out(tmp_path, words):
+def test_the_report_names_the_row_that_stands_out(tmp_path):
     plain, odd = (
         {
             "messages": [
@@ -128,15 +84,16 @@ def test_the_report_names_the_row_that_stands_out(tmp_path, words):
     file.write_text("".join(json.dumps(row) + "\n" for row in [*[plain] * 16, odd, *[plain] * 7]))
     run_dir = tmp_path / "run"
     words = (
-        *words,
+        *tiny_model(tmp_path),
         f"data.train_files={file}",
         "data.val_ratio=0",
         "data.train_batch_size=12",
         "trainer.total_training_steps=12",
+        "trainer.test_freq=-1",
+        "trainer.logger=[]",
         "optim.lr=0.01",
     )
-    code, output = start(run_dir, words)
-    assert code == 0, output
+    train(run_dir, 2, *words)
     log = read_run(run_dir)
     assert log.hard_rows[0].place == f"{file}:17" and log.hard_rows[0].excess > 0
     _, hardest = read_hard_rows(run_dir / "row_losses.jsonl", limit=3)

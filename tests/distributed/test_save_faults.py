@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from faults.failpoints import (
     ERRORS,
     Failure,
     Outcome,
-    Outcomes,
     failing_saves,
     odd_model,
+    outcomes,
     points_of_a_save,
 )
 from faults.save_points import Point, Survey, Watch
+from processes import wait_until
 from ranks import _receive, started_ranks
 from sweeps import some
 from toy import ToySamples, build_toy_model, toy_run
@@ -86,7 +86,6 @@ def save_around_a_stop(
     saving.GRACE_S = grace_s  # of this process alone
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe)
-    outcomes = Outcomes()
 
     def save(step: int, *, is_required: bool) -> None:
         parts.batches.step = step
@@ -109,15 +108,8 @@ def save_around_a_stop(
         if victim != 0:
             save(3, is_required=True)
     except ResumableError as error:
-        return Story(time.monotonic() - started, outcomes.found, str(error))
-    return Story(waited_s, outcomes.found)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, f"this took longer than {PATIENCE_S:.0f} s"
-        time.sleep(0.02)
+        return Story(time.monotonic() - started, outcomes(), str(error))
+    return Story(waited_s, outcomes())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +127,7 @@ def test_a_rank_that_stands_still_costs_one_save_and_is_named(source, tmp_path, 
     recipe = Recipe(async_save=async_save, save_timeout_s=SAVE_TIMEOUT_S)
     arguments = (run_dir, source, recipe, 1, label, notes, GRACE_S)
     with started_ranks(save_around_a_stop, 3, *arguments) as ranks:
-        wait_until(lambda: {path.name for path in notes.iterdir()} == {"rank 0", "rank 2"})
+        assert wait_until(lambda: {path.name for path in notes.iterdir()} == {"rank 0", "rank 2"})
         during = Survey.of(run_dir)
         os.kill(ranks[1][0].pid, signal.SIGCONT)  # type: ignore[arg-type]
         stories = [_receive(receiver, rank, PATIENCE_S) for rank, (_, receiver) in enumerate(ranks)]

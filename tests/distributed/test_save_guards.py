@@ -65,25 +65,6 @@ def save_watched(
     return log, manager._last_error
 
 
-def nothing(world: Any, operation: Operation, run_dir: Path) -> None:
-    pass
-
-
-def test_every_file_and_directory_is_synced_before_the_commit(source, tmp_path):
-    logs = [log for log, _ in run_ranks(save_watched, 2, tmp_path / "run", source, nothing)]
-    rename = next(i for i, (_, _, target) in enumerate(logs[0]) if "global_step" in target)
-    before = [*logs[0][:rename], *logs[1]]
-    created = {path for kind, path, _ in before if kind == "create" and ".staging_global" in path}
-    directories = {str(Path(path).parent) for path in created}
-    assert len(created) > 10 and len(directories) == 2
-    assert created <= {path for kind, path, _ in before if kind == "fsync"}
-    for directory in directories:
-        inside = [Path(path).parent == Path(directory) for _, path, _ in logs[0]]
-        created_last = max(i for i in range(rename) if inside[i] and logs[0][i][0] == "create")
-        assert ("fsync_dir", directory, "None") in logs[0][created_last:rename], directory
-    assert logs[0][rename + 1][:2] == ("fsync_dir", str(tmp_path / "run"))
-
-
 def take_over(world: Any, operation: Operation, run_dir: Path) -> None:
     """Another run, which is saving too, replaces the lock file while the manifest is written."""
     if is_manifest(world, operation):
@@ -140,6 +121,7 @@ def test_a_run_that_was_taken_over_changes_no_checkpoint_of_the_other(source, tm
 
 
 def truncate_after_report(world: Any, operation: Operation, run_dir: Path) -> None:
+    save.VISIBLE_WITHIN_S = 0.2
     if world.rank == 1 and operation.kind == "phase" and operation.path.name == "export.report":
         (shard,) = run_dir.glob(".staging_global_*/optim_world_size_2_rank_1.pt")
         os.truncate(shard, 1000)
@@ -147,16 +129,9 @@ def truncate_after_report(world: Any, operation: Operation, run_dir: Path) -> No
 
 @pytest.mark.covers("S3.53")
 def test_a_file_shorter_than_its_rank_reported_is_not_committed(source, tmp_path):
-    for _, error in run_ranks(
-        save_watched_impatiently, 2, tmp_path / "run", source, truncate_after_report
-    ):
+    for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, truncate_after_report):
         assert "optim_world_size_2_rank_1.pt has 1000 bytes" in error
     assert layout.checkpoints(tmp_path / "run") == []
-
-
-def save_watched_impatiently(world: Any, run_dir: Path, source: Any, disturb: Any) -> Any:
-    save.VISIBLE_WITHIN_S = 0.2
-    return save_watched(world, run_dir, source, disturb)
 
 
 def dawdle(world: Any, operation: Operation, run_dir: Path) -> None:

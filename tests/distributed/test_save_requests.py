@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 from whole_equality import compare_runs
-from whole_runs import run, tiny_model
+from whole_runs import before_steps, tiny_model, train
 
 from trainer.checkpoint import layout, requests
 from trainer.checkpoint.model_card import model_card
@@ -16,27 +16,19 @@ from trainer.checkpoint.model_card import model_card
 STEPS = 6
 
 
-def before_steps(act: Any) -> None:
-    """In this process: call `act(run, step)` before each step; the run looks for files at once."""
-    from trainer.train import fit
-
-    whole = fit.training_step
+def ask_in_step(asked_step: int, run_dir: Path) -> None:
+    """The run looks for files at once."""
     requests.LOOK_EVERY_S = 0.0
 
-    def training_step(run: Any, batch: Any) -> Any:
-        act(run, batch.step)
-        return whole(run, batch)
+    def ask(run: Any, step: int) -> None:
+        if run.world.is_main and step == asked_step:
+            (run_dir / requests.FILE_NAME).touch()
 
-    fit.training_step = training_step
-
-
-def ask_in_step(asked_step: int, run_dir: Path, run: Any, step: int) -> None:
-    if run.world.is_main and step == asked_step:
-        (run_dir / requests.FILE_NAME).touch()
+    before_steps(ask)
 
 
-def wait_in_step(run: Any, step: int) -> None:
-    time.sleep(0.4)
+def wait_in_steps() -> None:
+    before_steps(lambda run, step: time.sleep(0.4))
 
 
 @pytest.fixture
@@ -50,14 +42,6 @@ def words(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
-def start(run_dir: Path, words: tuple[str, ...], *, act: Any = None, num_ranks: int = 2) -> str:
-    before = None if act is None else partial(before_steps, act)
-    words = (*words, f"trainer.default_local_dir={run_dir}")
-    code, output = run(num_ranks, *words, log=run_dir.with_suffix(".log"), before=before)
-    assert code == 0, output
-    return output
-
-
 def saved_steps(run_dir: Path) -> list[int]:
     return [info.step for info in layout.checkpoints(run_dir)]
 
@@ -66,8 +50,8 @@ def saved_steps(run_dir: Path) -> list[int]:
 def test_the_file_save_asks_once_and_changes_nothing_else(tmp_path, words, is_async):
     words = (*words, f"trainer.checkpoint.async_save={is_async}")
     straight, asked = tmp_path / "straight", tmp_path / "asked"
-    start(straight, words)
-    start(asked, words, act=partial(ask_in_step, 3, asked))
+    train(straight, 2, *words)
+    train(asked, 2, *words, before=partial(ask_in_step, 3, asked))
     assert saved_steps(straight) == [STEPS] and saved_steps(asked) == [3, STEPS]
     assert not (asked / requests.FILE_NAME).exists()
     found = compare_runs(straight, asked, steps=STEPS)
@@ -76,7 +60,7 @@ def test_the_file_save_asks_once_and_changes_nothing_else(tmp_path, words, is_as
 
 def test_a_save_is_due_when_the_time_has_passed(tmp_path, words):
     run_dir = tmp_path / "run"
-    start(run_dir, (*words, "trainer.save_every=1s"), act=wait_in_step, num_ranks=1)
+    train(run_dir, 1, *words, "trainer.save_every=1s", before=wait_in_steps)
     assert 2 <= len(saved_steps(run_dir)) <= 4
 
 
@@ -110,7 +94,7 @@ def test_a_file_that_cannot_be_deleted_does_not_save_for_ever(tmp_path, monkeypa
 
 def test_an_export_has_a_card_that_the_hub_reads(tmp_path, words):
     run_dir = tmp_path / "run"
-    start(run_dir, words, num_ranks=1)
+    train(run_dir, 1, *words)
     card = ModelCard.load(run_dir / f"global_step_{STEPS}" / "huggingface" / "README.md")
     assert card.data.library_name == "transformers" and card.data.base_model is None
     for line in (f"    step: {STEPS}", "    train/loss: ", "    data.train_batch_size: 4"):

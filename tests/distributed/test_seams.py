@@ -27,22 +27,13 @@ from trainer.train.packet import Packet
 from trainer.train.parts import Part
 from trainer.train.run import PARTS, Run
 
-SMOOTHING = 0.1
 Z_WEIGHT = 0.01
 CHOICES = (
-    {"loss": "smoothed"},
     {"loss": "with_z"},
     {"optim": {"name": "heavy_ball"}},
     {"loss": "dft"},
     {"optim": {"name": "muon"}},
 )
-
-
-def smoothed(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Cross-entropy against the label with weight 0.9 and all tokens with 0.1 together."""
-    log_probs_CV = logits_CV.log_softmax(dim=-1)
-    of_labels_C = log_probs_CV.gather(1, labels_C[:, None])[:, 0]
-    return -(1 - SMOOTHING) * of_labels_C - SMOOTHING * log_probs_CV.mean(dim=-1)
 
 
 def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
@@ -74,7 +65,7 @@ class HeavyBall(Optimizer):
 
 def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Result]:
     """A run of each choice, in a directory of its own."""
-    LOSSES["smoothed"], OPTIMIZERS["heavy_ball"] = Loss(smoothed), HeavyBall
+    OPTIMIZERS["heavy_ball"] = HeavyBall
     LOSSES["with_z"] = Loss(cross_entropy, terms={"z": Term(z_loss, Z_WEIGHT)})
     recipe = Recipe(total_steps=4, save_freq=-1)
     return [
@@ -106,8 +97,14 @@ class WeightAverage(Part):
     state_of = OWN
 
     def __init__(self, run: Run) -> None:
-        self._named = {name: local(parameter) for name, parameter in run.model.named_parameters()}
-        self.averages = {name: torch.zeros_like(shard) for name, shard in self._named.items()}
+        self._named = {name: self.taken(p) for name, p in run.model.named_parameters()}
+        self.averages = {
+            name: torch.zeros_like(tensor, requires_grad=False)
+            for name, tensor in self._named.items()
+        }
+
+    def taken(self, parameter: Tensor) -> Tensor:
+        return local(parameter)
 
     def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
         for name, shard in self._named.items():
@@ -137,12 +134,11 @@ class Sharded(WeightAverage):
     is_sharded = True
 
     def __init__(self, run: Run) -> None:
-        self._named = dict(run.model.named_parameters())
-        self.averages = {
-            name: torch.zeros_like(parameter, requires_grad=False)
-            for name, parameter in self._named.items()
-        }
+        super().__init__(run)
         self.averages["num_steps"] = torch.zeros(())
+
+    def taken(self, parameter: Tensor) -> Tensor:
+        return parameter
 
     def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
         self.averages["num_steps"] += 1

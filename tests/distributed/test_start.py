@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from family_trials import heard
 from ranks import run_ranks
-from toy import ToySamples, differing, write_model_config
-from toy_runs import Recipe, StopsAfter, begin, fingerprints, run, trainer_config
+from toy import write_model_config
+from toy_runs import Recipe, begin, fingerprints, run, trainer_config
 
 from trainer.checkpoint import choice, fsio, layout, start
 from trainer.config import ConfigError
-from trainer.data.batch_plan import Limits, RankPlan
-from trainer.data.loader import ValidationBatches
-from trainer.errors import EXIT_DONE, EXIT_RESUMABLE, CannotWriteError
+from trainer.errors import EXIT_RESUMABLE, CannotWriteError
 from trainer.runtime.signals import StopRequest
 
 
@@ -60,29 +59,13 @@ def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path, sou
     assert layout.checkpoints(tmp_path / "run") == []
 
 
-def test_a_complete_run_writes_nothing_and_a_damaged_last_checkpoint_is_not_complete(
-    tmp_path, source
-):
-    run_dir = tmp_path / "run"
-    whole = run_ranks(run, 2, run_dir, source, Recipe())[0]
-    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    assert run_ranks(run, 2, run_dir, source, Recipe())[0].losses == {}
-    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
-    victim = run_dir / "global_step_6" / layout.extra_file(2, 1)
-    victim.write_bytes(victim.read_bytes()[:-1] + b"x")
-    again = run_ranks(run, 2, run_dir, source, Recipe())[0]
-    assert again.start_step == 4 and again.losses == {step: whole.losses[step] for step in (5, 6)}
-
-
 def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
-    said: list[str] = []
-    start.logger.info = start.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
     config = trainer_config(run_dir, Recipe())
-    lineage = fingerprints(Recipe())
-    begun = begin(config, lineage, world, total_steps=total_steps)
+    with heard() as lines:
+        begun = begin(config, fingerprints(Recipe()), world, total_steps=total_steps)
     if begun.lock is not None:
         begun.lock.release()
-    return said
+    return lines
 
 
 @pytest.mark.parametrize("total_steps", [0, 99])
@@ -94,31 +77,6 @@ def test_why_this_checkpoint_is_said_once(tmp_path, source, total_steps):
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("4")
     said = run_ranks(said_at_start, 1, tmp_path / "run", total_steps)[0]
     assert said and len(said) == len(set(said)), said
-
-
-def run_validated(world: Any, run_dir: Path, source: Any, stop_after: int) -> Any:
-    """Validate after steps 3 and 6, 3 batches each; the stop is asked for after `stop_after`
-    steps and batches.
-    """
-    plan = RankPlan(world.data_rank, world.num_data_ranks, Limits(None, None), 0.01)
-    batches = ValidationBatches(ToySamples(seed=5), plan, batch_size=8)
-    changes = {"validation_batches": batches, "save_freq": 2, "test_freq": 3}
-    return run(world, run_dir, source, Recipe(), stop=StopsAfter(stop_after + 1), **changes)
-
-
-def test_a_stop_in_validation_saves_at_once_and_makes_up_for_it(tmp_path, source):
-    def validated(result: Any) -> dict[int, float]:
-        return {step: row["val/loss"] for step, row in result.rows if "val/loss" in row}
-
-    straight = run_ranks(run_validated, 2, tmp_path / "straight", source, 1000)[0]
-    assert set(validated(straight)) == {3, 6}
-    stopped = run_ranks(run_validated, 2, tmp_path / "run", source, 4)[0]
-    assert (stopped.exit_code, max(stopped.losses), validated(stopped)) == (EXIT_RESUMABLE, 3, {})
-    again = run_ranks(run_validated, 2, tmp_path / "run", source, 1000)[0]
-    assert (again.exit_code, again.start_step) == (EXIT_DONE, 3)
-    assert validated(again) == validated(straight)
-    assert again.losses == {step: straight.losses[step] for step in (4, 5, 6)}
-    assert differing(again.parameters, straight.parameters) == []
 
 
 def run_for_no_time(world: Any, run_dir: Path, source: Any) -> Any:

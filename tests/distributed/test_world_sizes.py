@@ -24,7 +24,8 @@ from trainer.checkpoint import layout
 
 WORLD_SIZES = short_or_full((1, 3, 4), full=(1, 2, 3, 4, 6, 8))
 HYBRID = short_or_full(((4, 2),), full=((4, 2), (8, 4), (6, 3)))
-"""(ranks, fsdp_size): several copies of the parameters."""
+MESHES = [*((size, -1) for size in WORLD_SIZES), *HYBRID]
+"""(ranks, fsdp_size): at last several copies of the parameters."""
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +46,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(source: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Result]]:
-    """{how it was saved: (run directory, the state at step 6)}, with checkpoints of steps 2, 4,
-    6.
-    """
-    root = tmp_path_factory.mktemp("saved")
-    kinds = [(str(size), size, -1) for size in WORLD_SIZES] + [
-        (f"{w} by {f}", w, f) for w, f in HYBRID
-    ]
-    found = {}
-    for name, world_size, fsdp_size in kinds:
-        (root / name).mkdir()
-        found[name] = (
-            root / name,
-            run_ranks(run, world_size, root / name, source, Recipe(), fsdp_size=fsdp_size)[0],
-        )
+def saved(source: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Result]:
+    """{run directory: the state at step 6}, with checkpoints of steps 2, 4, 6."""
+    root, found = tmp_path_factory.mktemp("saved"), {}
+    for size, fsdp_size in MESHES:
+        run_dir = root / f"{size} by {fsdp_size}"
+        found[run_dir] = run_ranks(run, size, run_dir, source, Recipe(), fsdp_size=fsdp_size)[0]
     return found
 
 
@@ -79,12 +71,9 @@ def load_all(
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "fsdp_size"), [*((size, -1) for size in WORLD_SIZES), *HYBRID]
-)
+@pytest.mark.parametrize(("world_size", "fsdp_size"), MESHES)
 def test_every_checkpoint_loads_bit_equal(saved, source, world_size, fsdp_size):
-    run_dirs = [run_dir for run_dir, _ in saved.values()]
-    loaded = run_ranks(load_all, world_size, run_dirs, source, fsdp_size=fsdp_size)[0]
-    for (name, (_, truth)), (parameters, moments) in zip(saved.items(), loaded, strict=True):
-        assert differing(parameters, truth.parameters) == [], f"saved on {name}"
-        assert differing(moments, truth.moments) == [], f"saved on {name}"
+    loaded = run_ranks(load_all, world_size, list(saved), source, fsdp_size=fsdp_size)[0]
+    for (run_dir, truth), (parameters, moments) in zip(saved.items(), loaded, strict=True):
+        assert differing(parameters, truth.parameters) == [], run_dir
+        assert differing(moments, truth.moments) == [], run_dir

@@ -4,15 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-
-from trainer.tracking import read_metrics
+from processes import wait_until
+from whole_runs import curve
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SMALL = (
@@ -77,27 +76,13 @@ def started(
         process.communicate()
 
 
-def wait_for_step(
-    run_dir: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180.0
-) -> None:
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Until the log of the run has a row of `step`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if any(row["step"] >= step for row in rows(run_dir)):
-            return
-        assert process.poll() is None, f"the run ended with {process.returncode} before step {step}"
-        time.sleep(0.02)
-    raise AssertionError(f"no step {step} within {timeout_s} s")
-
-
-def rows(run_dir: Path) -> list[dict[str, float]]:
-    path = run_dir / "metrics.jsonl"
-    return read_metrics(path) if path.exists() else []
-
-
-def curve(run_dir: Path, key: str) -> dict[int, float]:
-    """{step: value}, the newest attempt of each step."""
-    return {int(row["step"]): row[key] for row in rows(run_dir) if key in row}
+    wait_until(
+        lambda: max(curve(run_dir), default=0) >= step or process.poll() is not None,
+        timeout_s=180.0,
+    )
+    assert max(curve(run_dir), default=0) >= step, f"no step {step}; exit code {process.poll()}"
 
 
 def processes_of(run_dir: Path) -> list[int]:

@@ -5,7 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import SMALL, curve, processes_of, started, wait_for_step
+from runs import SMALL, processes_of, started, wait_for_step
+from whole_runs import curve
 
 
 @pytest.fixture
@@ -36,6 +37,6 @@ def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd, cache):
         assert "stdout can no longer be written (No space left on device)" in stderr
     with started(cwd, 1, cache, *SMALL, redirection=">&- 2>&-", TMPDIR=str(cwd / "tmp")) as closed:
         assert closed.wait(timeout=120) == 0
-    assert list(curve(run_dir, "train/loss")) == list(range(1, 13))
+    assert list(curve(run_dir)) == list(range(1, 13))
     assert sorted((cwd / "tmp").iterdir()) == before, "left in TMPDIR"
     assert processes_of(cwd) == []

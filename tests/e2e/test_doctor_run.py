@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import wait_until
 from runs import REPOSITORY, environment, processes_of
 from whole_runs import tiny_model
 
@@ -129,10 +129,8 @@ def test_a_signal_ends_the_runs_and_removes_them(recipe, temporary, tmp_path):
         command, cwd=tmp_path, env=environment(PYTHONPATH=str(REPOSITORY), TMPDIR=str(temporary))
     )
     try:
-        deadline = time.monotonic() + 240
-        while not list(temporary.glob("*/straight/metrics.jsonl")) and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.1)
+        begun = "*/straight/metrics.jsonl"
+        assert wait_until(lambda: bool(list(temporary.glob(begun))), timeout_s=240)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 130
     finally:

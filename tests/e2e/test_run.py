@@ -8,39 +8,25 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-import whole_runs
-from processes import free_port
-from runs import (
-    SMALL,
-    curve,
-    processes_of,
-    rows,
-    run,
-    started,
-    wait_for_step,
-)
+from processes import free_port, wait_until
+from runs import SMALL, processes_of, run, started, wait_for_step
 from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_equality import compare_runs
+from whole_runs import curve, train
 
 from trainer.checkpoint import layout
 from trainer.tools.plan.disk import plan_disk
 from trainer.tools.plan.memory import plan_memory
+from trainer.tracking.row_losses import read_row_losses
 from trainer.train.start.compose import load_config
 
 
 def saved_steps(run_dir: Path) -> list[int]:
     return [info.step for info in layout.checkpoints(run_dir)]
-
-
-def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
-    return {
-        str(p): (p.stat().st_mtime_ns, p.stat().st_size)
-        for p in directory.rglob("*")
-        if p.is_file()
-    }
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +48,7 @@ def test_first_run_says_what_it_does(straight):
         assert text in output
     for text in ("Traceback", "Warning", "torchrun"):
         assert text not in output
-    losses = curve(run_dir, "train/loss")
+    losses = curve(run_dir)
     assert losses[12] < losses[1] - 1
     for key in ("train/loss", "train/lr(1e-3)", "train/time(s)", "train/grad_norm"):
         assert list(curve(run_dir, key)) == list(range(1, 13)), key
@@ -70,14 +56,6 @@ def test_first_run_says_what_it_does(straight):
     text = (run_dir / "metrics.jsonl").read_text()
     assert text.count('"kind":"train"') == 12, "a rank other than 0 writes too"
     assert saved_steps(run_dir) == [3, 6, 9, 12]
-
-
-def test_finished_run_is_left_alone(straight, cache):
-    run_dir, _ = straight
-    before = snapshot(run_dir)
-    again = run(run_dir.parent.parent.parent, 1, cache, *SMALL)
-    assert again.returncode == 0 and "already complete" in again.stdout
-    assert snapshot(run_dir) == before
 
 
 def test_a_checkpoint_takes_the_disk_that_was_planned(straight):
@@ -102,18 +80,16 @@ def kill_after(step: int, cwd: Path, *overrides: str, delay_s: float = 0.0) -> N
     """
     with started(cwd, 2, *overrides) as process:
         wait_for_step(run_dir_of(cwd), step, process)
-        while not (run_dir_of(cwd) / "latest_checkpointed_iteration.txt").exists():
-            assert process.poll() is None, (
-                f"the run ended with {process.returncode} before it saved"
-            )
-            time.sleep(0.02)
+        assert wait_until((run_dir_of(cwd) / "latest_checkpointed_iteration.txt").exists)
         time.sleep(delay_s)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    deadline = time.monotonic() + 20
-    while processes_of(cwd) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_of(cwd) == [], "a rank outlived its job"
+    assert wait_until(lambda: processes_of(cwd) == []), "a rank outlived its job"
+
+
+def losses_of_rows(run_dir: Path) -> dict[int, tuple[list[int], list[float]]]:
+    losses, _ = read_row_losses(run_dir / "row_losses.jsonl")
+    return {step: (found.ids, found.loss_sums.tolist()) for step, found in losses.items()}
 
 
 def every_value(run_dir: Path, key: str) -> set[tuple[int, float]]:
@@ -130,7 +106,7 @@ def killed(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd
 
 
-@pytest.mark.covers("S3.27", "S3.29")
+@pytest.mark.covers("S3.27", "S3.28", "S3.29")
 def test_kill_9_then_the_same_command(straight, killed, cache, tmp_path):
     """Killed and continued, every attempt equals the uninterrupted run, bit by bit.
 
@@ -149,25 +125,18 @@ def test_kill_9_then_the_same_command(straight, killed, cache, tmp_path):
     assert again.returncode == 0, again.stdout
     found = compare_runs(straight[0], run_dir, steps=12)
     assert found.num_equal > 10 and not found.differences, found.differences
+    assert losses_of_rows(run_dir) == losses_of_rows(straight[0])
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert every_value(run_dir, key) == every_value(straight[0], key), key
-
-
-def forked(run_dir: Path, num_ranks: int, *words: str) -> tuple[int | None, str]:
-    """(exit code, output) of a start whose launcher is not what is looked at."""
-    return whole_runs.run(
-        num_ranks, *words, f"trainer.default_local_dir={run_dir}", log=run_dir.parent / "log"
-    )
 
 
 @pytest.mark.covers("S3.29", "S3.30", "S3.31")
 def test_continue_on_other_ranks(straight, killed, cache, tmp_path):
     run_dir = run_dir_of(tmp_path)
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    code, output = forked(run_dir, 4, cache, *SMALL)
-    assert code == 0 and "continuing at step" in output, output
-    expected = curve(straight[0], "train/loss")
-    for step, loss in curve(run_dir, "train/loss").items():
+    assert "continuing at step" in train(run_dir, 4, cache, *SMALL)
+    expected = curve(straight[0])
+    for step, loss in curve(run_dir).items():
         assert loss == pytest.approx(expected[step], rel=1e-6)
     for key in ("train/total_token_count", "train/total_valid_token_count"):
         assert curve(run_dir, key) == curve(straight[0], key)
@@ -181,29 +150,28 @@ def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
     for number in short_or_full((signal.SIGINT, None), full=(signal.SIGINT, signal.SIGUSR1, None)):
         with started(tmp_path, 2, *words) as process:
             wait_for_step(run_dir, saved + 1, process)
-            before = max(curve(run_dir, "train/loss"))
+            before = max(curve(run_dir))
             if number is None:
                 signal_rank(tmp_path, 1, signal.SIGTERM)
             else:
                 process.send_signal(number)
-            at = max(curve(run_dir, "train/loss"))
+            at = max(curve(run_dir))
             output, _ = process.communicate(timeout=60)
         assert process.returncode == 75, output
         assert "resume with the same command" in output and "Traceback" not in output
         assert processes_of(tmp_path) == []
         saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
         assert before <= saved <= at + 2
-    code, output = forked(run_dir, 2, *words)
-    assert code == 0, output
-    assert curve(run_dir, "train/loss") == curve(straight[0], "train/loss")
+    train(run_dir, 2, *words)
+    assert curve(run_dir) == curve(straight[0])
 
 
 def signal_rank(cwd: Path, rank: int, number: int) -> None:
-    wanted = f"{chr(0)}RANK={rank}{chr(0)}"
-    ranks = [p for p in processes_of(cwd) if wanted in Path(f"/proc/{p}/environ").read_text()]
+    processes = map(psutil.Process, processes_of(cwd))
+    ranks = [process for process in processes if process.environ().get("RANK") == str(rank)]
     assert ranks
-    for pid in ranks:
-        os.kill(pid, number)
+    for process in ranks:
+        process.send_signal(number)
 
 
 def test_a_signal_is_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
@@ -225,23 +193,18 @@ def test_a_signal_is_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
         output = process.communicate(timeout=60)[0]
         assert process.returncode == 75, output
     saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
-    assert saved == max(row["step"] for row in rows(run_dir)), output
+    assert saved == max(curve(run_dir)), output
 
 
-@pytest.fixture
-def nodes() -> dict[str, str]:
-    """The environment of two launchers on this host."""
-    return {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-
-
-def test_two_machines_are_one_run(straight, nodes, cache, tmp_path):
+def test_two_machines_are_one_run(straight, cache, tmp_path):
     """Two agents with one rank each on this host: the same numbers as two ranks of one agent."""
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with started(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="1") as second:
         first = run(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="0")
         assert first.returncode == 0, first.stdout
         assert second.wait(timeout=30) == 0
-    ours = curve(run_dir_of(tmp_path), "train/loss")
-    assert ours == curve(straight[0], "train/loss")
+    ours = curve(run_dir_of(tmp_path))
+    assert ours == curve(straight[0])
 
 
 def test_cannot_write_is_73(cache, tmp_path):
@@ -275,10 +238,7 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
         "trainer.checkpoint.export_dtype=float32",
         "trainer.save_freq=-1",
     )
-    code, output = forked(
-        run_dir, 2, cache, *SMALL, *changes, f"data.val_files={tmp_path}/val.jsonl"
-    )
-    assert code == 0, output
+    train(run_dir, 2, cache, *SMALL, *changes, f"data.val_files={tmp_path}/val.jsonl")
     export = run_dir / "global_step_4" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(export)

@@ -14,16 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import whole_runs
-from exports import export_model
+from exports import export_changed
 from family_trials import save_model
 from peft import PeftModel
 from ranks import run_ranks
 from sweeps import short_or_full
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from toy import VOCAB, model_config
+from toy import VOCAB, build, write_weights
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoTokenizer,
@@ -31,13 +30,10 @@ from transformers import (
 )
 from whole_models import WRAPPERS, write_whole_model
 
-from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.offline_export import export_from_shards
 from trainer.cli import evaluate
 from trainer.config import ConfigError
-from trainer.model.assemble import build_model, design_model
-from trainer.model.pretrained import ModelSource, whole_checkpoint
+from trainer.model.pretrained import ModelSource
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.evaluations import read_evaluations, read_summaries
 from trainer.tools.evaluate import engines
@@ -75,18 +71,8 @@ def export_families(world: Any, root: Path) -> None:
     """Each family as built by the trainer, every parameter changed as by an update, exported."""
     for name in (*FAMILIES, WHOLE):
         source = ModelSource(str(root / name))
-        whole = whole_checkpoint(source)
-        assert (whole is not None) == (name == WHOLE)
-        model: Any = build_model(
-            design_model(model_config(random_weights=False), source, max_length=64),
-            world=world,
-            seed=1,
-        )
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.25)
-        export_source = ExportSource(ModelFiles.read(root / name), None, (), whole)
-        export_model(world, model, root / f"{name}-export", export_source, dtype="float32")
+        model = build(world, source, random_weights=False)
+        export_changed(world, model, source, root / f"{name}-export")
 
 
 def write_whole(path: Path) -> None:
@@ -123,24 +109,14 @@ def write_whole(path: Path) -> None:
 def trained(run_dir: Path, steps: int, *words: str, num_ranks: int = 2) -> Path:
     """The checkpoint of a run."""
     words = (*words, f"trainer.total_training_steps={steps}", "trainer.save_freq=-1")
-    code, output = whole_runs.run(
-        num_ranks,
-        *words,
-        f"trainer.default_local_dir={run_dir}",
-        log=run_dir.with_suffix(".log"),
-        timeout_s=500,
-    )
-    assert code == 0, output
+    whole_runs.train(run_dir, num_ranks, *words, timeout_s=500)
     return run_dir / f"global_step_{steps}"
 
 
 def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
     """(base, checkpoint with both exports)."""
     base = Path(shutil.copytree(MODEL_DIR, root / "base"))
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(base), dtype=torch.float32
-    ).save_pretrained(base)
+    write_weights(base)
     words = [f"model.partial_pretrain={base}", "model.lora_rank=8", "optim.lr=0.005"]
     words += [
         "trainer.checkpoint.save_contents=[model,optimizer,extra,merged_model]",

@@ -94,9 +94,6 @@ class Event:
     def synchronize(self) -> None:
         called("event.synchronize", self.number)
 
-    def query(self) -> bool:
-        return True
-
     def elapsed_time(self, other: "Event") -> float:
         return 1.0
 
@@ -125,9 +122,6 @@ class Stream:
 
     def synchronize(self) -> None:
         called("stream.synchronize", self.number)
-
-    def is_capturing(self) -> bool:
-        return False
 
 
 DEFAULT = Stream()

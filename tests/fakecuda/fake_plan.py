@@ -3,7 +3,7 @@ fake CUDA tensors.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -61,11 +61,12 @@ def _on_fake_cuda(case: Case) -> Iterator[None]:
             model, torch.device("cpu") if case.offload else device, buffer_device=buffer_device
         )
 
-    with ExitStack() as stack:
-        stack.enter_context(of_a_card())
-        stack.enter_context(patch.object(planner, "_fake_world", world))
-        stack.enter_context(patch.object(parallelize, "parallelize", sharded))
-        stack.enter_context(patch.object(load, "materialize", with_memory))
+    with (
+        of_a_card(),
+        patch.object(planner, "_fake_world", world),
+        patch.object(parallelize, "parallelize", sharded),
+        patch.object(load, "materialize", with_memory),
+    ):
         yield
 
 

@@ -86,23 +86,6 @@ class Case:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class FakeRun:
-    """A run on fake tensors, on the first of ranks that do not exist."""
-
-    run: Run
-    mode: FakeTensorMode
-    plan: RankPlan
-    samples: ToySamples
-
-    def batch(self, case: Case, *, step: int) -> StepBatch:
-        """A step in which this rank has so many micro-batches, of three documents if they are
-        packed.
-        """
-        ids = np.arange(self.plan.limits.max_samples * case.num_micro_batches)
-        return build_step(self.samples, ids, self.plan, step=step, epoch=0).pin_memory()
-
-
 def read_ones(packet: Packet, **derived: Tensor) -> Totals:
     """What the host would wait for: a packet of ones, in which nobody asks for anything, and
     nothing is abnormal.
@@ -130,9 +113,10 @@ def fake_world(case: Case) -> Iterator[World]:
 
 
 @contextmanager
-def fake_run(case: Case, directory: Path) -> Iterator[FakeRun]:
+def fake_run(case: Case, directory: Path) -> Iterator[tuple[Run, FakeTensorMode, list[StepBatch]]]:
     """Everything from a config.json to the optimizer, as a run makes it, and what a card has
-    besides.
+    besides; two steps in which this rank has so many micro-batches, of three documents if they are
+    packed.
     """
     source = write_model_config(
         directory, case.model_type, **{"head_dim": 64, "hidden_size": 256, **case.changes}
@@ -160,7 +144,9 @@ def fake_run(case: Case, directory: Path) -> Iterator[FakeRun]:
             0, 1, limits, 0.0, pin_memory=True, share=(world.sequence_rank, world.sequence_size)
         )
         with patch.object(Packet, "read", read_ones), fake_kernels.of_a_card():
-            yield FakeRun(run, mode, plan, samples)
+            ids = np.arange(limits.max_samples * case.num_micro_batches)
+            steps = [build_step(samples, ids, plan, step=step, epoch=0) for step in (1, 2)]
+            yield run, mode, [step.pin_memory() for step in steps]
 
 
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
@@ -168,13 +154,12 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     HOST_INPUTS.clear()
-    with fake_run(case, directory) as fake:
-        model, steps = fake.run.model, [fake.batch(case, step=step) for step in (1, 2)]
-        with fake.mode:
-            training_step(fake.run, steps[0])
-            fake_cuda.CALLS.clear()
-            with Watch() as watch:
-                training_step(fake.run, steps[1])
+    with fake_run(case, directory) as (run, mode, steps), mode:
+        training_step(run, steps[0])
+        fake_cuda.CALLS.clear()
+        with Watch() as watch:
+            training_step(run, steps[1])
+    model = run.model
     parameters = list(model.parameters())
     return {
         "is_packed": model.is_packed,

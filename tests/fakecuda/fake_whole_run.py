@@ -19,7 +19,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,19 +118,17 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     environment = {"RANK": "0", "LOCAL_RANK": str(LOCAL_RANK), "WORLD_SIZE": str(case.num_ranks)}
     watch = Watch(answer=lambda where: answer(where, case.num_ranks))
     heartbeat = Phases(watch)
-    with ExitStack() as stack:
-        for replaced in (
-            patch.dict(os.environ, environment),
-            _other_ranks(case.num_ranks, run_dir),
-            patch.object(Packet, "read", _reader(case, heartbeat)),
-            patch.object(rollback, "STEPS_BEFORE_ONSET", 1),
-            patch.object(rollback, "SKIPPED_AROUND", 0),
-            patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device"),
-            fake_kernels.of_a_card(),
-            OnCard(),
-            watch,
-        ):
-            stack.enter_context(replaced)
+    with (
+        patch.dict(os.environ, environment),
+        _other_ranks(case.num_ranks, run_dir),
+        patch.object(Packet, "read", _reader(case, heartbeat)),
+        patch.object(rollback, "STEPS_BEFORE_ONSET", 1),
+        patch.object(rollback, "SKIPPED_AROUND", 0),
+        patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device"),
+        fake_kernels.of_a_card(),
+        OnCard(),
+        watch,
+    ):
         fake_cuda.CALLS.clear()
         code = run(config, StopRequest(), heartbeat)
     committed = layout.committed(run_dir)

@@ -79,20 +79,6 @@ def test_no_operation_waits_for_the_device(steps, name):
     ] == []
 
 
-@pytest.mark.parametrize("name", ["qwen3", "two share", "replicas", "lora", "offload"])
-def test_what_a_step_is_handed_comes_from_page_locked_memory(steps, name):
-    """The batch does; the handful of numbers that goes into the sum over ranks does not."""
-    to_card = [copy for copy in steps(name)["copies"] if copy["way"] == "cpu to cuda"]
-    assert (
-        sum(
-            "trainer/data/batch.py" in copy["where"] and copy["host"] == "pinned"
-            for copy in to_card
-        )
-        == 2 * 6
-    )
-    assert all(copy["bytes"] <= 256 for copy in to_card if copy["host"] == "pageable")
-
-
 def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_first(
     steps,
 ):

@@ -22,13 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from faults.announced import train
 from faults.campaign import parser_of, run_campaign
 from faults.failpoints import odd_model
 from faults.lying_disk import run_on_lying_disk
 from faults.save_points import Survey
 from ranks import run_ranks, started_ranks
-from toy_runs import TRACE, Recipe, read_trace
+from toy_runs import TRACE, Recipe, read_trace, run
 
 from trainer.checkpoint import layout
 from trainer.runtime.distributed import World
@@ -50,7 +49,7 @@ class Scene:
         self.source = odd_model(root / "model")
         straight, self._prepared = root / "straight", root / "prepared"
         straight.mkdir()
-        run_ranks(train, 2, straight, self.source, replace(RECIPE, keep=None))
+        run_ranks(run, 2, straight, self.source, replace(RECIPE, keep=None))
         self._rows = {row["step"]: row for row in read_trace(straight)}
         for name in ("global_step_2", f"global_step_{BEGUN}"):
             shutil.copytree(straight / name, self._prepared / name)
@@ -69,7 +68,7 @@ class Scene:
 
     def resume(self, run_dir: Path) -> list[str]:
         """Train to the end, as if nothing had happened, and with nothing left over."""
-        run_ranks(train, 2, run_dir, self.source, RECIPE)
+        run_ranks(run, 2, run_dir, self.source, RECIPE)
         found, survey = self.diverged(run_dir), Survey.of(run_dir)
         if {row["step"] for row in read_trace(run_dir)} != self._rows.keys():
             found.append("steps are missing in the trace after the resume")
@@ -88,7 +87,7 @@ def train_with_failure(
     if world.rank == rank:
         shim.fail_allocation(number, int(is_lasting))
     try:
-        code = train(world, run_dir, source, RECIPE)
+        code = run(world, run_dir, source, RECIPE).exit_code
     finally:
         num_seen = shim.fail_allocation(0, 0)
     return code, num_seen

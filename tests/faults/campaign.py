@@ -17,11 +17,11 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 Work = Callable[[Path, argparse.Namespace], dict[str, Any]]
 
 
-def parser_of(description: str | None, **numbers: int) -> argparse.ArgumentParser:
+def parser_of(description: str | None, **numbers: float) -> argparse.ArgumentParser:
     """Return a parser with `--output` and an option for each number, with its default."""
     parser = argparse.ArgumentParser(description=description)
     for name, default in numbers.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--output", type=Path)
     return parser
 

@@ -18,14 +18,12 @@ class Stage:
     """A directory that shows one state after another, changing only what differs."""
 
     def __init__(self, place: Path) -> None:
-        self.path, self._contents = place / "run", place / "contents"
+        self.path = place / "run"
         self.path.mkdir(parents=True)
-        self._contents.mkdir()
-        self._files: dict[bytes, str] = {}
         self._now: dict[str, Tree] = {}
 
     def show(self, state: Tree) -> Path:
-        """Return the directory that holds `state`. Its files are links: never write into them."""
+        """Return the directory that holds `state`."""
         assert not isinstance(state, bytes), "a state is a directory"
         entries = dict(state)
         for name, tree in self._now.items():
@@ -33,7 +31,7 @@ class Stage:
                 remove(self.path / name)
         for name, tree in entries.items():
             if self._now.get(name) != tree:
-                self._build(f"{self.path}/{name}", tree)
+                build(self.path / name, tree)
         self._now = entries
         return self.path
 
@@ -43,16 +41,14 @@ class Stage:
             remove(self.path / name)
         self._now = {}
 
-    def _build(self, path: str, tree: Tree) -> None:
-        if not isinstance(tree, bytes):
-            os.mkdir(path)
-            for name, child in tree:
-                self._build(f"{path}/{name}", child)
-            return
-        if tree not in self._files:
-            self._files[tree] = f"{self._contents}/{len(self._files)}"
-            Path(self._files[tree]).write_bytes(tree)
-        os.link(self._files[tree], path)
+
+def build(path: Path, tree: Tree) -> None:
+    if isinstance(tree, bytes):
+        path.write_bytes(tree)
+        return
+    path.mkdir()
+    for name, child in tree:
+        build(path / name, child)
 
 
 def remove(path: Path) -> None:
@@ -127,7 +123,6 @@ class Report:
     in which a checkpoint is broken under its final name, and was not so at the start.
     """
 
-    num_cuts: int = 0
     num_sampled_cuts: int = 0
     num_torn: int = 0
     faults: list[str] = field(default_factory=list)
@@ -178,7 +173,6 @@ class Explorer:
         place: str,
     ) -> None:
         is_sampled = disk.num_combinations() > self._max_combinations
-        report.num_cuts += 1
         report.num_sampled_cuts += is_sampled
         for state in disk.sample(self._max_combinations, chance) if is_sampled else disk.states():
             if report.reached.get(state) == promise:

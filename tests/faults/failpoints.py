@@ -11,7 +11,6 @@ drawn in schedules.py, and kills.py kills real runs.
 import argparse
 import collections
 import errno
-import logging
 import os
 import shutil
 import sys
@@ -75,19 +74,12 @@ class Outcome:
     message: str = ""
 
 
-class Outcomes(logging.Handler):
-    """Keeps what the manager of this rank says about its saves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Outcome] = []
-        TOLD.setLevel(logging.INFO)
-        TOLD.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        kind, step, message = record.args  # type: ignore[misc]
-        is_saved = kind == "checkpoint"
-        self.found.append(Outcome(int(step), is_saved, "" if is_saved else str(message)))  # type: ignore[call-overload]
+def outcomes() -> list[Outcome]:
+    """What the manager of this rank has said about its saves."""
+    return [
+        Outcome(step, True) if kind == "checkpoint" else Outcome(step, False, message)
+        for kind, step, message in TOLD
+    ]
 
 
 def train_with_failures(
@@ -96,7 +88,7 @@ def train_with_failures(
     """The saves of steps 2, 4, 6, ... meet `failures`. Return the outcomes and, on the main rank,
     what was there after each save.
     """
-    outcomes, surveys = Outcomes(), []
+    surveys: list[Survey] = []
 
     def act(point: Point) -> None:
         if world.is_main and point.label == "phase open.begin":
@@ -110,7 +102,7 @@ def train_with_failures(
 
     fsio.observer = Watch(world.rank, run_dir, act)
     run(world, run_dir, source, recipe)
-    return outcomes.found, [*surveys[1:], Survey.of(run_dir)]
+    return outcomes(), [*surveys[1:], Survey.of(run_dir)]
 
 
 def failing_saves(
@@ -121,18 +113,18 @@ def failing_saves(
     """
     run_dir.mkdir()
     recipe = Recipe(total_steps=2 * len(failures) + 1, save_freq=1, keep=1, async_save=async_save)
-    (outcomes, surveys), (others, _) = run_ranks(
+    (told, surveys), (others, _) = run_ranks(
         train_with_failures, 2, run_dir, source, recipe, failures
     )
-    steps = [outcome.step for outcome in outcomes]
-    if outcomes != others or steps != list(range(1, recipe.total_steps + 1)):
-        return [f"not one save with one outcome at each step: {outcomes} and {others}"]
+    steps = [outcome.step for outcome in told]
+    if told != others or steps != list(range(1, recipe.total_steps + 1)):
+        return [f"not one save with one outcome at each step: {told} and {others}"]
     found = []
     for index, failure in zip(range(1, len(steps), 2), failures, strict=True):
-        reasons = _faults_of(failure, outcomes[index], surveys[index])
+        reasons = _faults_of(failure, told[index], surveys[index])
         step = steps[index + 1]
-        if not outcomes[index + 1].is_saved or surveys[index + 1] != Survey(step, (step,)):
-            reasons.append(f"the save after it: {outcomes[index + 1]}, {surveys[index + 1]}")
+        if not told[index + 1].is_saved or surveys[index + 1] != Survey(step, (step,)):
+            reasons.append(f"the save after it: {told[index + 1]}, {surveys[index + 1]}")
         found += [f"{failure}, async {async_save}: {reason}" for reason in reasons]
     return found
 

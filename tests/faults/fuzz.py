@@ -13,26 +13,24 @@ import contextlib
 import io
 import json
 import logging
-import platform
 import re
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOMS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOMS), str(ROOMS / "unit")]
+sys.path[:0] = [str(ROOMS), str(ROOMS / "unit"), str(ROOMS / "faults")]
 
-from processes import time_limit  # noqa: E402  found by the paths above
+from campaign import parser_of, run_campaign  # noqa: E402  found by the paths above
+from processes import time_limit  # noqa: E402
 
 CORPUS = Path(__file__).with_name("corpus")
-RESULTS = ROOMS.parent / "benchmarks" / "results" / "fuzz.json"
 MAX_INPUT_BYTES = 4096
 LIMIT_S = 5
 LIMIT_MIB = 2048
@@ -256,11 +254,10 @@ def fuzz_one(name: str, seconds: int, seed: int, root: Path) -> None:
     atheris.Fuzz()
 
 
-def run_campaign(minutes: float, seed: int, only: list[str]) -> dict[str, Any]:
+def fuzz_all(_: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Fuzz every target in a process of its own; keep the inputs that fail in the corpus."""
-    targets, _ = make_targets()
-    names = only or list(targets)
-    seconds = max(1, round(minutes * 60 / len(names)))
+    seed, names = arguments.seed, arguments.only or list(make_targets()[0])
+    seconds = max(1, round(arguments.minutes * 60 / len(names)))
     executions: dict[str, int] = {}
     faults: list[str] = []
     for name in names:
@@ -282,16 +279,18 @@ def run_campaign(minutes: float, seed: int, only: list[str]) -> dict[str, Any]:
             *faults[-1:] if done.returncode else (),
             flush=True,
         )
-    return {"executions": executions, "faults": faults}
+    return {
+        "executions": executions,
+        "inputs": sum(executions.values()),
+        "faults": faults,
+        "atheris": version("atheris"),
+    }
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=1)
+    parser = parser_of(__doc__, minutes=10.0, seed=1)
     parser.add_argument("--only", nargs="*", default=[], help="targets (default: all)")
     parser.add_argument("--replay", type=Path, metavar="FILE")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     for name in ("--target", "--root", "--seconds"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -306,19 +305,7 @@ def main(argv: list[str]) -> int:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         seconds, root = int(arguments.seconds), Path(arguments.root)
         fuzz_one(arguments.target, seconds, arguments.seed, root)
-    from result_file import write_result
-
-    started = time.monotonic()
-    found = run_campaign(arguments.minutes, arguments.seed, arguments.only)
-    result = {
-        "command": " ".join(["python tests/faults/fuzz.py", *argv]),
-        **found,
-        "inputs": sum(found["executions"].values()),
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "versions": {"python": platform.python_version(), "atheris": version("atheris")},
-    }
-    write_result(arguments.output, result)
-    return 1 if found["faults"] else 0
+    return run_campaign("fuzz", parser, argv, fuzz_all)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import sys
 import time
@@ -42,7 +41,6 @@ from trainer.checkpoint.lock import is_given_back
 from trainer.checkpoint.manifest import verify_files
 from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.tracking import histories
-from trainer.tracking.metrics_file import read_rows
 
 WORLD_SIZES = (1, 2, 2, 2, 3)
 RECIPES = ((1, 1), (2, 2), (3, 2))
@@ -116,9 +114,6 @@ class Run:
         steps = re.findall(r"saved \S+/global_step_(\d+)\b", self.log.read_text())
         return {int(step) for step in steps}
 
-    def rows(self) -> dict[tuple[str, int, int], dict[str, Any]]:
-        return rows_of(self.run_dir)
-
 
 def rows_of(run_dir: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
     """Return the rows of every attempt by kind, step and attempt. A kill may tear the last line, a
@@ -170,10 +165,7 @@ class Campaign:
         self.counts[f"{how}: {moment}"] += 1
         found = check(current, code, trial.how if moment != NOT_STRUCK else "")
         if code == EXIT_DONE:
-            expected = self._without_lost_rows(current)
-            differences = compare_runs(expected, current.run_dir, steps=TOTAL_STEPS).differences
-            found += [text for text in differences if not text.endswith("missing and missing")]
-            found += different_checkpoints(current)
+            found += self._differences(current) + different_checkpoints(current)
             self._current = None
             self.counts["runs completed"] += 1
         place = f"trial {number} ({trial}, {moment}, {current.run_dir.name})"
@@ -186,11 +178,7 @@ class Campaign:
         words = (*self._base, f"trainer.save_freq={save_freq}", f"trainer.max_ckpt_to_keep={keep}")
         straight = self._root / f"straight_{world_size}_{save_freq}_{keep}"
         if not straight.exists():
-            run = Run(straight, world_size, words, straight)
-            code, output = whole_runs.run(
-                world_size, *run.all_words, log=run.log, timeout_s=ENDED_WITHIN_S
-            )
-            assert code == EXIT_DONE, output
+            whole_runs.train(straight, world_size, *words, timeout_s=ENDED_WITHIN_S)
         self._num_runs += 1
         self._lost_rows.clear()
         return Run(self._root / f"run{self._num_runs}", world_size, words, straight)
@@ -248,23 +236,17 @@ class Campaign:
         self._lost_rows |= lost
         self.counts["cuts that took rows of metrics"] += bool(lost)
 
-    def _without_lost_rows(self, current: Run) -> Path:
-        """Return the undisturbed run without rows that power cuts took and no attempt repeated."""
+    def _differences(self, current: Run) -> list[str]:
+        """Return how the run differs from the undisturbed one, except for rows that power cuts took
+        and no attempt repeated.
+        """
+        differences = compare_runs(current.straight, current.run_dir, steps=TOTAL_STEPS).differences
         lost = self._lost_rows - places_of(current.run_dir)
-        if not lost:
-            return current.straight
-        expected = current.run_dir.with_name(f"{current.run_dir.name}.expected")
-        shutil.copytree(current.straight, expected)
-        rows = [
-            json.dumps(row, separators=(",", ":")) + "\n"
-            for (kind, step, _), row in rows_of(expected).items()
-            if (kind, step) not in lost
-        ]
-        (expected / "metrics.jsonl").write_text("".join(rows))
-        epochs = histories.epoch_histories(read_rows(expected / "metrics.jsonl"))
-        for kind, name in histories.FILE_NAMES.items():
-            (expected / name).write_text(histories._table(epochs[kind]))
-        return expected
+        names = {"train": "step {},", "val": "validation of step {},"}
+        taken = tuple(names[kind].format(step) for kind, step in lost if kind in names)
+        if lost:  # the histories lack them too
+            taken += tuple(histories.FILE_NAMES.values())
+        return [text for text in differences if not text.startswith(taken)]
 
 
 def check(current: Run, code: int | None, how: str) -> list[str]:
@@ -303,7 +285,7 @@ def different_rows(current: Run) -> list[str]:
     """Return numbers in any attempt that are not those of the undisturbed run, bit by bit."""
     expected = {(kind, step): row for (kind, step, _), row in rows_of(current.straight).items()}
     found = []
-    for (kind, step, _), row in current.rows().items():
+    for (kind, step, _), row in rows_of(current.run_dir).items():
         # Each attempt's first row has some more.
         for name, value in expected.get((kind, step), {}).items():
             is_compared = kind in ("train", "val") and not TIMED.match(name)
@@ -320,7 +302,7 @@ def different_checkpoints(current: Run) -> list[str]:
     undisturbed = layout.committed(current.straight)
     straight = Run(current.straight, current.world_size, (), current.straight)
     firsts: dict[int, int] = {}
-    for kind, step, attempt in current.rows():
+    for kind, step, attempt in rows_of(current.run_dir):
         if kind == "train":
             firsts.setdefault(attempt, step)
     saved = sorted(straight.announced() | {step - 1 for step in firsts.values()})

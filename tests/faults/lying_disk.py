@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("shim.c")
@@ -49,10 +48,8 @@ def cut_power(run_dir: Path, seed: int) -> None:
             os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    inode: int
-    is_dir: bool
+Entry = tuple[int, bool]
+"""Inode number, and whether it is a directory."""
 
 
 class _Disk:
@@ -63,23 +60,23 @@ class _Disk:
 
     def leave(self, inode: int, target: Path) -> None:
         """Fill the new directory `target` with what is left of the one with this inode number."""
-        for name, entry in self._names(inode).items():
-            if entry.is_dir:
+        for name, (child, is_dir) in self._names(inode).items():
+            if is_dir:
                 (target / name).mkdir()
-                self.leave(entry.inode, target / name)
+                self.leave(child, target / name)
             else:
-                (target / name).write_bytes(self._bytes(entry.inode))
+                (target / name).write_bytes(self._bytes(child))
 
-    def _names(self, inode: int) -> dict[str, _Entry]:
+    def _names(self, inode: int) -> dict[str, Entry]:
         """Return synced names, and those that took their place or were added since if they survived."""
         synced = {}
         for line in self._kept(inode).decode().splitlines():
             child, is_dir, name = line.split(" ", 2)
-            synced[name] = _Entry(int(child), is_dir == "1")
+            synced[name] = int(child), is_dir == "1"
         now = {}
         if directory := self._live.get(inode):
             for path in directory.iterdir():
-                now[path.name] = _Entry(path.stat().st_ino, path.is_dir())
+                now[path.name] = path.stat().st_ino, path.is_dir()
         stay = {entry for name, entry in synced.items() if now.get(name) == entry}
         survivors = {entry for entry in now.values() if entry in stay or self._is_drawn()}
         names = {}

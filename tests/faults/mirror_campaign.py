@@ -12,27 +12,23 @@ get SIGKILL at any moment, while they upload to a directory or restore from it.
 
 import argparse
 import collections
-import json
 import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.extend([str(Path(__file__).resolve().parents[1] / name) for name in ("", "unit")])
+sys.path.extend([str(Path(__file__).resolve().parents[1] / n) for n in ("", "unit", "faults")])
 
+from campaign import parser_of, run_campaign
 from fsspec.implementations.local import LocalFileSystem
 from mirror_faults import KINDS, LAST_FAULT, FaultyStorage, Trial, restored, uploader
-from result_file import write_result
 
 from trainer.tools.mirror import restore, upload
-
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "mirror_faults.json"
 
 
 class Directory(LocalFileSystem):
@@ -102,31 +98,25 @@ def everywhere(root: Path, struck: collections.Counter[str]) -> Iterator[str]:
             struck[kind] += trial.storage.struck[kind]
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=300)
-    parser.add_argument("--killed-runs", type=int, default=40)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args(argv)
+def work(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     logging.disable(logging.CRITICAL)
     upload.NUM_STREAMS = restore.NUM_STREAMS = 1  # a seed draws the same run each time
     os.fsync = lambda descriptor: None  # type: ignore[assignment]  # power is not lost here
     one_each, drawn, processes = (collections.Counter[str]() for _ in range(3))
-    with tempfile.TemporaryDirectory(prefix="mirror-", dir=os.environ.get("KILLS_DIR")) as root:
-        faults = list(everywhere(Path(root), one_each))
-        for seed in range(1, 1 + arguments.runs):
-            trial = Trial(seed, Path(root, f"seed{seed}"))
-            trial.run()
-            faults += trial.faults
-            drawn.update({kind: trial.storage.struck[kind] for kind in KINDS})
-        for seed in range(1, 1 + arguments.killed_runs):
-            killed = KilledTrial(seed, Path(root, f"killed{seed}"))
-            killed.run()
-            faults += killed.faults
-            processes.update(killed.struck)
+    faults = list(everywhere(root, one_each))
+    for seed in range(1, 1 + arguments.runs):
+        trial = Trial(seed, root / f"seed{seed}")
+        trial.run()
+        faults += trial.faults
+        drawn.update({kind: trial.storage.struck[kind] for kind in KINDS})
+    for seed in range(1, 1 + arguments.killed_runs):
+        killed = KilledTrial(seed, root / f"killed{seed}")
+        killed.run()
+        faults += killed.faults
+        processes.update(killed.struck)
     struck = one_each + drawn
     num_killed = sum(count for kind, count in struck.items() if kind.startswith("killed"))
-    result = {
+    return {
         "kills": num_killed + processes.total(),
         "errors": struck.total() - num_killed,
         "one fault at each operation": one_each,
@@ -136,10 +126,8 @@ def main(argv: list[str]) -> int:
         "processes killed": processes,
         "faults": faults,
     }
-    write_result(arguments.output, result)
-    print(json.dumps(result, indent=1))
-    return 1 if faults else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = parser_of(__doc__, runs=300, killed_runs=40)
+    sys.exit(run_campaign("mirror_campaign", parser, sys.argv[1:], work, result="mirror_faults"))

@@ -28,6 +28,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ sys.path[:0] = [str(TESTS / room) for room in ("faults", "unit", "")]
 
 import torch  # noqa: E402  found by the paths above
 from campaign import parser_of, run_campaign  # noqa: E402
-from crash_oracle import remove  # noqa: E402
+from crash_oracle import build, remove  # noqa: E402
 from crash_states import Disk, read_tree  # noqa: E402
 from mirror_faults import URL, FaultyStorage, Killed  # noqa: E402
 from simulation import DistError, Distributed, Hub, Process, Ranks, Serial, Thread  # noqa: E402
@@ -146,18 +147,14 @@ class SmallSaver(save.Saver):
         return [fsio.write_file(path, staging.name.encode(), root=staging)]
 
 
-class Part:
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._values
+def part(values: dict[str, Any]) -> Any:
+    return SimpleNamespace(state_dict=lambda: values)
 
 
 PARTS: Any = {
-    "model": Part({"weight": torch.zeros(2)}),
-    "optimizer": Part({"state": {"weight": torch.zeros(2)}}),
-    "data": Part({}),
+    "model": part({"weight": torch.zeros(2)}),
+    "optimizer": part({"state": {"weight": torch.zeros(2)}}),
+    "data": part({}),
 }
 
 
@@ -363,7 +360,7 @@ class Schedule:
         self.met: Counter[str] = Counter()
         self.hub = Hub(self.chance, self._on_tick)
         self.hub.on_death = self._unlock
-        self.hub.trace = [] if is_traced else None
+        self.hub.is_traced = is_traced
         has_mirror = self.chance.random() < 0.5
         self.config = TrainerConfig(
             project_name="toy",
@@ -433,8 +430,8 @@ class Schedule:
             if self._happens(kind, thread):
                 self.met[kind] += 1
                 self.events.pop(0)
-                if self.hub.trace is not None:
-                    self.hub.trace.append(f"{self.hub.ticks:5} *** {kind}")
+                if self.hub.is_traced:
+                    print(f"{self.hub.ticks:5} *** {kind}")
 
     def _happens(self, kind: str, thread: Thread) -> bool:
         """Return False if this cannot happen yet."""
@@ -601,10 +598,7 @@ class Schedule:
             raise Fault(f"continues from step {found.step}, which was undone")
         if self.promised is not None and found.step < self.promised:
             raise Fault(f"continues from step {found.step}, step {self.promised} was saved")
-        saved, now = self.saved[found.manifest.nonce], files_of(found.path)
-        different = {name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)}
-        if different - {layout.PUBLISHED, finished.FILE_NAME}:
-            raise Fault(f"{found.path.name} is not as saved: {sorted(different)}")
+        self.judge_whole(found)
 
     def judge_error(self, process: Process, job: Job) -> None:
         """Raise `Fault` unless a run ends well, or with an error that a user can expect."""
@@ -638,20 +632,15 @@ class Schedule:
 
     def judge_whole(self, info: layout.CheckpointInfo) -> None:
         assert info.manifest is not None
-        saved = self.saved[info.manifest.nonce]
-        now = files_of(info.path)
-        if any(now.get(name) != data for name, data in saved.items()):
-            raise Fault(f"{info.path.name} is kept, and not as saved")
+        saved, now = self.saved[info.manifest.nonce], files_of(info.path)
+        different = {name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)}
+        if different - {layout.PUBLISHED, finished.FILE_NAME}:
+            raise Fault(f"{info.path.name} is not as saved: {sorted(different)}")
 
     def _judge_mirror(self) -> None:
         """Let a machine with an empty disk take the last checkpoint."""
         other = self.run_dir.with_name("machine")
-        config = TrainerConfig(
-            project_name="toy",
-            experiment_name="toy",
-            default_local_dir=str(other),
-            checkpoint=CheckpointConfig(mirror=URL),
-        )
+        config = replace(self.config, default_local_dir=str(other))
         with self.storage.undisturbed():
             restore.prepare(config, Storage(URL, self.storage))
         found = layout.committed(other)
@@ -702,7 +691,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
     RunLock = lock.RunLock
     replaced: list[tuple[Any, str, Any]] = [
         (fsio, "observer", schedule.observe),
-        (time, "monotonic", hub.monotonic),
+        (time, "monotonic", lambda: hub.now),
         (time, "sleep", hub.sleep),
         (secrets, "token_hex", lambda size: f"{chance.getrandbits(8 * size):0{2 * size}x}"),
         (os, "link", pausing("link", os.link)),
@@ -749,35 +738,6 @@ def files_of(directory: Path) -> Contents:
     return found
 
 
-def build(path: Path, tree: Any) -> None:
-    if isinstance(tree, bytes):
-        path.write_bytes(tree)
-        return
-    path.mkdir()
-    for name, child in tree:
-        build(path / name, child)
-
-
-def run_seed(
-    seed: int, work: Path, *, is_traced: bool = False
-) -> tuple[Counter[str], int, str | None]:
-    """Return what happened, the number of operations, and what was wrong."""
-    schedule = Schedule(seed, work, is_traced=is_traced)
-    fault = None
-    try:
-        schedule.run()
-    except Fault as error:
-        fault = f"seed {seed}: {error}"
-    except Exception as error:
-        fault = f"seed {seed}: {''.join(traceback.format_exception(error))}"
-    if schedule.hub.trace is not None:
-        print("\n".join(schedule.hub.trace))
-    met, ticks = schedule.met, schedule.hub.ticks
-    met["starts"] += len(schedule.jobs)
-    met["saves"] += len(schedule.saved)
-    return met, ticks, fault
-
-
 def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], int, list[str]]:
     """Run these seeds in memory; return what happened, the number of operations, and faults."""
     logging.disable(logging.CRITICAL)
@@ -791,10 +751,16 @@ def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], i
     with tempfile.TemporaryDirectory(prefix="schedules-", dir=memory) as directory:
         for seed in seeds:
             work = Path(directory, str(seed))
-            found, ticks, fault = run_seed(seed, work, is_traced=is_traced)
-            met += found
-            num_operations += ticks
-            faults += [] if fault is None else [fault]
+            schedule = Schedule(seed, work, is_traced=is_traced)
+            try:
+                schedule.run()
+            except Fault as error:
+                faults.append(f"seed {seed}: {error}")
+            except Exception as error:
+                faults.append(f"seed {seed}: {''.join(traceback.format_exception(error))}")
+            met += schedule.met
+            met.update(starts=len(schedule.jobs), saves=len(schedule.saved))
+            num_operations += schedule.hub.ticks
             if seed % COLLECT_EVERY == 0:
                 gc.collect()
             shutil.rmtree(work)

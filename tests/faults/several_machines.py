@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,16 +23,14 @@ from typing import Any
 
 sys.path.extend([str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)])
 
+from campaign import parser_of, run_campaign
 from hosts import Host, network, why_not
-from result_file import write_result
 from whole_equality import compare_runs
-from whole_runs import tiny_model
+from whole_runs import curve, tiny_model
 
 from trainer.config import TrainerConfig
-from trainer.tracking import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-RESULTS = REPOSITORY / "benchmarks" / "results" / "several_machines.json"
 TOTAL_STEPS = 40
 STRIKE_AT = 12
 HANG_TIMEOUT_S = 15
@@ -91,7 +88,7 @@ class Cluster:
 
     def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while max(losses_of(self.run_dir), default=0) < step:
+        while max(curve(self.run_dir), default=0) < step:
             logs = [self.log(host).read_text(errors="replace") for host in self.hosts]
             assert time.monotonic() < deadline, "\n".join([f"no step {step}:", *logs])
             time.sleep(0.01)
@@ -227,38 +224,25 @@ def _differences(straight: Path, run_dir: Path, *, is_same_size: bool) -> list[s
         shutil.rmtree(hang)  # stacks of the struck start
     if is_same_size:
         return list(compare_runs(straight, run_dir, steps=TOTAL_STEPS).differences)
-    losses = losses_of(run_dir)
+    losses = curve(run_dir)
     return [
         f"step {step}: loss {losses.get(step)}, undisturbed {loss}"
-        for step, loss in losses_of(straight).items()
+        for step, loss in curve(straight).items()
         if abs(losses.get(step, math.inf) - loss) > 1e-6
     ]
 
 
-def losses_of(run_dir: Path) -> dict[int, float]:
-    """The loss of each step, from the newest attempt."""
-    path = run_dir / "metrics.jsonl"
-    rows = read_metrics(path) if path.exists() else []
-    return {int(row["step"]): row["train/loss"] for row in rows if "train/loss" in row}
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args(argv)
-    if reason := why_not():
-        print(f"ERROR: {reason}", file=sys.stderr)
-        return 2
-    results = {}
-    with tempfile.TemporaryDirectory(prefix="machines-") as root:
-        campaign = Campaign(Path(root))
-        for case in CASES:
-            results[case.name] = campaign.run(case)
-            print(case.name, json.dumps(results[case.name]), flush=True)
+def work(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    results, campaign = {}, Campaign(root)
+    for case in CASES:
+        results[case.name] = campaign.run(case)
+        print(case.name, json.dumps(results[case.name]), flush=True)
     limits = {"dist_timeout_s": DIST_TIMEOUT_S, "hang_timeout_s": HANG_TIMEOUT_S}
-    write_result(arguments.output, {"limits": limits, "cases": results})
-    return int(any(case["faults"] for case in results.values()))
+    faults = [fault for result in results.values() for fault in result["faults"]]
+    return {"limits": limits, "cases": results, "faults": faults}
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if reason := why_not():
+        sys.exit(f"ERROR: {reason}")
+    sys.exit(run_campaign("several_machines", parser_of(__doc__), sys.argv[1:], work))

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -101,7 +102,7 @@ class Hub:
         """`on_tick` is called before a thread runs on: it may kill, or set a `failure`."""
         self.chance, self.now, self.ticks = chance, 0.0, 0
         self.on_tick, self.on_death = on_tick, lambda process: None
-        self.trace: list[str] | None = None
+        self.is_traced = False
         self.main = getcurrent()
         self._threads: list[Thread] = []
         self._last: Thread | None = None
@@ -139,9 +140,6 @@ class Hub:
             raise failure
         return ready is None or ready()
 
-    def monotonic(self) -> float:
-        return self.now
-
     def sleep(self, seconds: float) -> None:
         self.wait("sleep", lambda: False, timeout_s=seconds)
 
@@ -172,8 +170,8 @@ class Hub:
         self.on_tick(thread)
         if not thread.process.is_dead:
             self._last = thread
-            if self.trace is not None:
-                self.trace.append(f"{self.ticks:5} {thread.process.name:14} {thread.place}")
+            if self.is_traced:
+                print(f"{self.ticks:5} {thread.process.name:14} {thread.place}")
             thread.greenlet.switch()
         return True
 
@@ -204,16 +202,6 @@ class Ranks:
 
     def is_gone(self, rank: int) -> bool:
         return rank in self.left or self.processes[rank].is_over
-
-
-class Work:
-    """An operation that was started; `wait` ends it. Raises `DistError`."""
-
-    def __init__(self, wait: Callable[[float | None], None]) -> None:
-        self._wait = wait
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        self._wait(None if timeout is None else timeout.total_seconds())
 
 
 class Distributed:
@@ -283,9 +271,9 @@ class Distributed:
             self._hub.wait("no answer", lambda: False, timeout_s=group.timeout_s)
         raise DistError("Connection closed by peer")
 
-    def isend(self, tensor: Any, destination: int, group: Ranks) -> Work:
+    def isend(self, tensor: Any, destination: int, group: Ranks) -> Any:
         self._send(destination, group)
-        return Work(lambda timeout_s: None)
+        return SimpleNamespace(wait=lambda timeout: None)
 
     def send(self, tensor: Any, destination: int, group: Ranks) -> None:
         self._hub.pause("send")
@@ -297,19 +285,19 @@ class Distributed:
         key = self._process.rank, destination
         group.messages[key] = group.messages.get(key, 0) + 1
 
-    def irecv(self, tensor: Any, source: int, group: Ranks) -> Work:
+    def irecv(self, tensor: Any, source: int, group: Ranks) -> Any:
         key = source, self._process.rank
 
-        def wait(timeout_s: float | None) -> None:
+        def wait(timeout: timedelta) -> None:
             def is_settled() -> bool:
                 return group.messages.get(key, 0) > 0 or group.is_gone(source)
 
-            self._hub.wait("receive", is_settled, timeout_s=timeout_s)
+            self._hub.wait("receive", is_settled, timeout_s=timeout.total_seconds())
             if not group.messages.get(key, 0):
                 raise DistError("timed out, or connection closed by peer")
             group.messages[key] -= 1
 
-        return Work(wait)
+        return SimpleNamespace(wait=wait)
 
 
 class Serial:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from faults import allocations
 from faults.allocations import RECIPE, Scene, unnamed
-from faults.announced import train
 from faults.save_points import Survey
 from ranks import run_ranks
 from sweeps import short_or_full
+from toy_runs import run
 
 from trainer.checkpoint import fsio
 from trainer.runtime.distributed import World
@@ -38,7 +38,7 @@ def train_without_memory_to_delete(world: World, run_dir: Path, scene: Scene) ->
         return listed(path)
 
     fsio.list_dir = list_dir
-    return train(world, run_dir, scene.source, RECIPE)
+    return run(world, run_dir, scene.source, RECIPE).exit_code
 
 
 def test_a_start_removes_what_the_last_rotation_of_a_finished_run_left(tmp_path):

@@ -33,30 +33,23 @@ Scramble = Callable[[Path], None]
 
 @dataclass
 class WatchedRun(Run):
-    """Records what each event did and what the directory holds then. `before_event` may set the
-    clocks.
-    """
+    """Records what each event finds. `before_event` may set the clocks."""
 
     before_event: Scramble = lambda run_dir: None
     seen: list[tuple[Any, ...]] = field(default_factory=list)
 
     def save(self) -> None:
-        self._watch(super().save)
+        self.watch()
+        super().save()
 
     def restart(self) -> int | None:
-        found: int | None = self._watch(super().restart)
-        return found
+        self.watch()
+        return super().restart()
 
-    def _watch(self, event: Callable[[], Any]) -> Any:
+    def watch(self) -> None:
+        pointer = layout.read_pointer(self.run_dir).raw
+        self.seen.append((self.step, pointer, sorted(os.listdir(self.run_dir))))
         self.before_event(self.run_dir)
-        result = "killed"
-        try:
-            result = event()
-        finally:
-            pointer = layout.read_pointer(self.run_dir).raw
-            names = sorted(os.listdir(self.run_dir))
-            self.seen.append((event.__name__, self.step, result, pointer, names))
-        return result
 
 
 @pytest.fixture
@@ -90,6 +83,7 @@ def history_of(seed: int, run_dir: Path, before_event: Scramble) -> list[tuple[A
         run = WatchedRun(run_dir, keep=chance.randint(1, 5), before_event=before_event)
         run_dir.mkdir()
         rotation.live_through(run, chance)
+        run.watch()
         shutil.rmtree(run_dir)
     return run.seen
 

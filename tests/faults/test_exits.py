@@ -4,7 +4,6 @@ what it holds.
 
 import errno
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import Attempt, started, tiny_model
+from processes import wait_until
+from whole_equality import logged_exit_code
+from whole_runs import before_steps, started, tiny_model
 
 from trainer.checkpoint import fsio, manager
-from trainer.checkpoint.lock import LOCK
-from trainer.tracking import events_file
+from trainer.checkpoint.lock import is_given_back
 
 LEFT_WITHIN_S = 30.0
 SLOW = ("trainer.total_training_steps=400", "trainer.save_freq=200", "trainer.test_freq=-1")
@@ -30,32 +30,17 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return (*model, "data.num_workers=1", "trainer.total_training_steps=4")
 
 
-def wait_for(text: str, attempt: Attempt, timeout_s: float = 60.0) -> None:
-    """Until the run has printed it, or is over."""
-    deadline = time.monotonic() + timeout_s
-    while text not in attempt.output and not attempt.is_over():
-        assert time.monotonic() < deadline, attempt.output
-        time.sleep(0.005)
-
-
 def assert_given_back(run_dir: Path, code: int) -> None:
     """The lock is empty, and the log has the exit code that the process returned."""
-    assert (run_dir / LOCK).read_bytes() == b""
-    events = events_file.read_events(run_dir / events_file.FILE_NAME)
-    assert events and events[-1]["kind"] == "end" and events[-1]["exit_code"] == code, events[-1:]
+    assert is_given_back(run_dir) and logged_exit_code(run_dir) == code
 
 
 def crash_in_third_step() -> None:
-    from trainer.train import fit
-
-    step = fit.training_step
-
-    def training_step(run: Any, batch: Any) -> Any:
-        if batch.step == 3:
+    def crash(run: Any, step: int) -> None:
+        if step == 3:
             raise RuntimeError("something nobody thought of")
-        return step(run, batch)
 
-    fit.training_step = training_step
+    before_steps(crash)
 
 
 def refuse(number: int, kinds: str, name: str = "global", *, is_patient: bool = False) -> None:
@@ -153,7 +138,7 @@ def test_a_run_whose_save_fails_ends(words, tmp_path, name):
     ending, run_dir = ENDINGS[name], tmp_path / "run"
     words = (*words, f"trainer.default_local_dir={run_dir}", *ending.changes)
     with started(2, *words, log=tmp_path / "log", before=ending.before) as attempt:
-        wait_for("step 2/", attempt)
+        assert wait_until(lambda: "step 2/" in attempt.output or attempt.is_over(), timeout_s=60)
         if ending.disturb is not None:
             ending.disturb(run_dir)
             attempt.send(signal.SIGTERM)

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from whole_equality import compare_runs
-from whole_runs import run, stop_in_step, tiny_model
+from whole_runs import before_steps, stop_in_step, tiny_model, train
+
+from trainer.checkpoint import layout
 
 STEPS = 8
 RECIPE = (
@@ -22,9 +24,13 @@ RECIPE = (
     "trainer.save_freq=3",
     "trainer.max_ckpt_to_keep=2",
 )
-EARLY = ("trainer.early_stop_patience=1", "trainer.test_freq=2")
+EARLY = (
+    "trainer.early_stop_patience=1",
+    "trainer.test_freq=2",
+    "trainer.save_freq=1",
+    "trainer.max_ckpt_to_keep=1",
+)
 Before = Callable[[], None]
-Start = Callable[..., tuple[int | None, str]]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def straight(base: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("straight") / "straight"
-    words = (*base, f"trainer.default_local_dir={run_dir}")
-    code, output = run(1, *words, log=run_dir.with_suffix(".log"))
-    assert code == 0, output
+    train(run_dir, 1, *base)
     return run_dir
 
 
@@ -47,12 +51,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(base: tuple[str, ...], run_dir: Path) -> Start:
-    def start(before: Before | None = None, *changes: str) -> tuple[int | None, str]:
-        words = (*base, f"trainer.default_local_dir={run_dir}", *changes)
-        return run(1, *words, log=run_dir.with_suffix(".log"), before=before)
-
-    return start
+def start(base: tuple[str, ...], run_dir: Path) -> Callable[..., str]:
+    return partial(train, run_dir, 1, *base)
 
 
 # The following functions change the process of the run before it begins.
@@ -60,25 +60,26 @@ def start(base: tuple[str, ...], run_dir: Path) -> Start:
 
 def expire_in_step(step: int) -> None:
     """`trainer.max_time` is over within the step."""
-    from trainer.train import fit
 
-    whole = fit.training_step
-
-    def training_step(run: Any, batch: Any) -> Any:
-        if batch.step == step:
+    def expire(run: Any, at: int) -> None:
+        if at == step:
             run.stop._ends_at = 0.0
-        return whole(run, batch)
 
-    fit.training_step = training_step
+    before_steps(expire)
 
 
 def learn_nothing(*, stop_in: int | None = None) -> None:
-    """No validation is better than the first."""
-    from trainer.train.detection import validations
+    """No validation is better than the first. A signal comes within validation `stop_in`."""
+    from trainer.train.detection.validations import ValidationWatch
 
-    validations.MIN_DELTA = 100.0
+    observe = ValidationWatch.observe
+
+    def rising(self: ValidationWatch, step: int, *, val_loss: float, **settings: Any) -> bool:
+        return observe(self, step, val_loss=val_loss + step, **settings)
+
+    ValidationWatch.observe = rising  # type: ignore[assignment]
     if stop_in is not None:
-        stop_in_step(stop_in)
+        stop_in_validation(stop_in)
 
 
 def stop_in_validation(count: int) -> None:
@@ -136,25 +137,27 @@ def state_of(run_dir: Path) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_validation_is_lost_by_a_stop(start, straight, run_dir, scenario):
     for stop in SCENARIOS[scenario]:
-        code, output = start(stop)
-        assert code == 75, output
-    code, output = start()
-    assert code == 0, output
+        start(code=75, before=stop)
+    start()
     assert compare_runs(straight, run_dir, steps=STEPS).differences == []
     assert steps_of_validations(run_dir) == [4, 8], "a validation that was not due"
 
 
-def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete(start, run_dir):
-    """The early stop that an owed validation finds ends the run, and every later start."""
-    assert start(partial(learn_nothing, stop_in=4), *EARLY)[0] == 75
-    code, output = start(learn_nothing, *EARLY)
-    assert code == 0, output
+@pytest.mark.covers("S2.36:C", "S3.41:C")
+def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete(base, run_dir):
+    """The early stop that an owed validation finds ends the run on both ranks, and every later
+    start. The best checkpoint is kept beside the newest.
+    """
+    start = partial(train, run_dir, 2, *base, *EARLY)
+    start(code=75, before=partial(learn_nothing, stop_in=2))
+    assert layout.read_pointer(run_dir).step == 4, "saved at once"
+    start(before=learn_nothing)
     before = state_of(run_dir)
-    code, output = start(learn_nothing, *EARLY)
-    assert code == 0 and "ended the run early, at step 4; nothing to do" in output
+    output = start(before=learn_nothing)
+    assert "ended the run early, at step 4; nothing to do" in output
     assert state_of(run_dir) == before
     assert steps_of_validations(run_dir) == [2, 4]
-    assert not (run_dir / "global_step_6").exists()
+    assert [info.step for info in layout.committed(run_dir)] == [2, 4]
 
 
 ENDS = {
@@ -167,17 +170,15 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_run_killed_at_its_end_is_tidied(start, straight, run_dir, end):
-    assert start(partial(kill_before, run_dir, *ENDS[end]))[0] == 1, "killed"
-    code, output = start()
-    assert code == 0 and "was the last step, but the run did not end" in output
+    start(code=1, before=partial(kill_before, run_dir, *ENDS[end]))
+    assert "was the last step, but the run did not end" in start()
     assert compare_runs(straight, run_dir, steps=STEPS).differences == []
     before = state_of(run_dir)
-    code, output = start()
-    assert code == 0 and "already complete" in output and state_of(run_dir) == before
+    assert "already complete" in start() and state_of(run_dir) == before
 
 
 def test_a_lost_log_is_said_at_resume(start, run_dir):
-    assert start(partial(stop_in_step, 5))[0] == 75
+    start(code=75, before=partial(stop_in_step, 5))
     (run_dir / "metrics.jsonl").unlink()
-    code, output = start(partial(stop_in_step, 6))
-    assert code == 75 and "ends at step 0, but the checkpoint is of step 5" in output
+    output = start(code=75, before=partial(stop_in_step, 6))
+    assert "ends at step 0, but the checkpoint is of step 5" in output

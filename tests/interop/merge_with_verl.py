@@ -1,29 +1,28 @@
 """Merge our checkpoints with verl's own merger: VERL_PYTHON merge_with_verl.py JOBS.
 
-JOBS is JSON: a list of [global_step_N, target, reference]. With a reference, a directory with an
-exported model, verl's merger compares instead of writing; otherwise that is null.
+JOBS is JSON: a list of [global_step_N, target].
 """
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import verl_parts
 
 
-def merge(checkpoint: Path, target: str, reference: str | None) -> None:
-    config = verl_parts.load("verl.model_merger.base_model_merger").ModelMergerConfig(
-        operation="merge" if reference is None else "test",
+def merge(checkpoint: Path, target: str) -> None:
+    config = import_module("verl.model_merger.base_model_merger").ModelMergerConfig(
+        operation="merge",
         backend="fsdp",
         local_dir=str(checkpoint),
         target_dir=target,
-        test_hf_dir=reference,
         hf_model_config_path=str(checkpoint / "huggingface"),
     )
-    verl_parts.load("verl.model_merger.fsdp_model_merger").FSDPModelMerger(config).merge_and_save()
+    import_module("verl.model_merger.fsdp_model_merger").FSDPModelMerger(config).merge_and_save()
 
 
 if __name__ == "__main__":
     verl_parts.prepare()
-    for checkpoint, target, reference in json.loads(sys.argv[1]):
-        merge(Path(checkpoint), target, reference)
+    for checkpoint, target in json.loads(sys.argv[1]):
+        merge(Path(checkpoint), target)

@@ -35,8 +35,3 @@ def prepare() -> None:
     tokenizer = importlib.import_module("verl.utils.tokenizer")
     utils: Any = sys.modules["verl.utils"]
     utils.hf_tokenizer, utils.hf_processor = tokenizer.hf_tokenizer, tokenizer.hf_processor
-
-
-def load(name: str) -> Any:
-    """A module of verl by its full name."""
-    return importlib.import_module(name)

@@ -51,7 +51,7 @@ REFUSED: list[Row] = [
 ]
 """Values that cannot meet."""
 FROZEN = ("embed_tokens", r"layers\.0\.")
-MAX_LENGTH = 40
+MAX_LENGTH, LR = 40, 1e-3
 BATCH_SIZE, TEST_FREQ, SAVE_FREQ, NUM_STEPS, NUM_EPOCHS = 4, 2, 2, 4, 2
 ADAPTED = ("q_proj", "v_proj", "o_proj")
 SHAPES = {"qwen3_moe": {"router_aux_loss_coef": 0.1}, "qwen3_next": {"router_aux_loss_coef": 0.1}}
@@ -180,30 +180,6 @@ def words_of(row: Row, places: Places, *, limits: dict[str, float]) -> list[str]
         f"data.max_length={MAX_LENGTH}",
         f"optim.clip_grad={limits.get('clip', 1e9)!r}",
         *(f"{KEYS[name]}={row[name]}" for name in KEYS),
-        *fixed_words(places),
-    ]
-
-
-KEYS = {
-    "attention": "model.attention",
-    "sequence": "model.ulysses_sequence_parallel_size",
-    "fsdp_size": "model.fsdp_config.fsdp_size",
-    "reshard": "model.fsdp_config.reshard_after_forward",
-    "offload": "model.fsdp_config.cpu_offload",
-    "recompute": "model.enable_gradient_checkpointing",
-    "loss": "model.loss",
-    "optimizer": "optim.name",
-    "schedule": "optim.lr_scheduler",
-    "deterministic": "trainer.deterministic",
-    "async_save": "trainer.checkpoint.async_save",
-    "num_workers": "data.num_workers",
-}
-"""Features that are the values of one key."""
-LR = 1e-3
-
-
-def fixed_words(places: Places) -> list[str]:
-    return [
         "model.fsdp_config.param_dtype=float32",
         f"optim.lr={LR}",
         f"optim.eps={EPS}",
@@ -223,6 +199,23 @@ def fixed_words(places: Places) -> list[str]:
         "trainer.logger=[]",
         "trainer.hang_timeout_s=20",
     ]
+
+
+KEYS = {
+    "attention": "model.attention",
+    "sequence": "model.ulysses_sequence_parallel_size",
+    "fsdp_size": "model.fsdp_config.fsdp_size",
+    "reshard": "model.fsdp_config.reshard_after_forward",
+    "offload": "model.fsdp_config.cpu_offload",
+    "recompute": "model.enable_gradient_checkpointing",
+    "loss": "model.loss",
+    "optimizer": "optim.name",
+    "schedule": "optim.lr_scheduler",
+    "deterministic": "trainer.deterministic",
+    "async_save": "trainer.checkpoint.async_save",
+    "num_workers": "data.num_workers",
+}
+"""Features that are the values of one key."""
 
 
 def ranks_of(row: Row) -> tuple[int, int]:

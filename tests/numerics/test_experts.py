@@ -7,7 +7,6 @@ float64, to the tolerances of `test_invariance.py`.
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +17,6 @@ from plain_training import AS_DEFINED
 from ranks import run_ranks
 from test_invariance import plain_run
 from toy import EXPERTS, ToySamples, build_toy_model, short_run, toy_run, write_model_config
-from toy_runs import Recipe, Result, begun, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.model import packed_lm
@@ -26,7 +24,6 @@ from trainer.model.experts import Routers
 from trainer.runtime import seeding
 
 STEPS, COEFFICIENT = 4, 0.5
-RECIPE = Recipe(total_steps=4)
 KEYS = ("train/loss", "train/grad_norm", "moe/router_loss", "moe/load_max_over_mean")
 
 
@@ -74,61 +71,36 @@ def differing(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> l
     ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (1, {}),
-        (1, {"is_packed": False, "enable_gradient_checkpointing": True}),
-        (2, {"max_samples": 1, "enable_gradient_checkpointing": "selective"}),
-        (4, {"max_tokens": 48, "fsdp_size": 2}),
-        (5, {"max_samples": 1}),
-        (2, {"max_samples": 2, "compile": True}),
-        (2, {"expert_size": 2, "max_samples": 1}),
-        (4, {"expert_size": 4, "max_samples": 1, "enable_gradient_checkpointing": True}),
-        (4, {"expert_size": 2, "max_tokens": 48, "enable_gradient_checkpointing": "selective"}),
-        (4, {"expert_size": 2, "max_tokens": 48, "fsdp_size": 2}),
-        (2, {"expert_size": 2, "sequence_size": 2, "max_tokens": 48}),
-    ],
-    ids=[
-        "1 rank",
-        "per document, recomputed",
-        "2 ranks",
-        "4 ranks, HSDP",
-        "a rank without samples",
-        "compiled",
-        "experts on 2 ranks",
-        "experts on 4 ranks, recomputed",
-        "experts on 2 of 4 ranks, selective",
-        "experts on 2 ranks, HSDP",
-        "experts and positions on 2 ranks",
-    ],
-)
-def test_the_router_loss_and_the_loads_are_those_of_the_plain_loop(
-    source, expected, world_size, settings
-):
+EXECUTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "per document, recomputed": (1, {"is_packed": False, "enable_gradient_checkpointing": True}),
+    "2 ranks": (2, {"max_samples": 1, "enable_gradient_checkpointing": "selective"}),
+    "4 ranks, HSDP": (4, {"max_tokens": 48, "fsdp_size": 2}),
+    "a rank without samples": (5, {"max_samples": 1}),
+    "compiled": (2, {"max_samples": 2, "compile": True}),
+    "experts on 2 ranks": (2, {"expert_size": 2, "max_samples": 1}),
+    "experts on 4 ranks, recomputed": (
+        4,
+        {"expert_size": 4, "max_samples": 1, "enable_gradient_checkpointing": True},
+    ),
+    "experts on 2 of 4 ranks, selective": (
+        4,
+        {"expert_size": 2, "max_tokens": 48, "enable_gradient_checkpointing": "selective"},
+    ),
+    "experts on 2 ranks, HSDP": (4, {"expert_size": 2, "max_tokens": 48, "fsdp_size": 2}),
+    "experts and positions on 2 ranks": (
+        2,
+        {"expert_size": 2, "sequence_size": 2, "max_tokens": 48},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXECUTIONS)
+def test_the_router_loss_and_the_loads_are_those_of_the_plain_loop(source, expected, name):
+    world_size, settings = EXECUTIONS[name]
     found = run_ranks(train, world_size, source, **settings)[0]
     assert differing(found, expected) == [], (found, expected)
     assert found["moe/router_loss"][0] == 0.0 and min(found["moe/router_loss"][1:]) > 1
-
-
-def continued(run_dir: Path, whole: Path, source: Any, world_size: int) -> Result:
-    """From the second step's checkpoint on."""
-    begun(whole, run_dir, 2)
-    result: Result = run_ranks(run, world_size, run_dir, source, RECIPE)[0]
-    assert result.start_step == 2
-    return result
-
-
-def test_what_the_router_loss_looks_back_to_is_saved(source, tmp_path):
-    """Bit-equal after a resume; on another number of ranks within rounding."""
-    for name in ("whole", "resumed", "elsewhere"):
-        (tmp_path / name).mkdir()
-    whole: Result = run_ranks(run, 2, tmp_path / "whole", source, RECIPE)[0]
-    later = {step: numbers for step, numbers in whole.losses.items() if step > 2}
-    assert continued(tmp_path / "resumed", tmp_path / "whole", source, 2).losses == later
-    elsewhere = continued(tmp_path / "elsewhere", tmp_path / "whole", source, 1).losses
-    for step, (loss, norm) in later.items():
-        assert elsewhere[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5))
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

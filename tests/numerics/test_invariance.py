@@ -14,43 +14,46 @@ import torch
 from plain_training import AS_DEFINED, Definition, Document
 from ranks import each, run_ranks
 from sweeps import short_or_full
-from toy import ToySamples, full_parameters, relative, short_run, write_model_config
+from toy import ToySamples, relative, short_run, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data.batch_plan import Schedule, Share
 from trainer.runtime import seeding
-from trainer.train.run import Run
 
 STEPS = short_or_full(4, full=8)
-PAIRS = [(size, number) for size in (1, 2, 4) for number in (1, 4, 16)]
-"""Ranks, and samples in a micro-batch."""
-TRIED = short_or_full([(1, 1), (2, 4), (4, 1), (4, 16)], full=PAIRS)
+EXECUTIONS: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
+    (1, -1): {"one rank, one document a micro-batch": {"max_samples": 1}},
+    (2, -1): {
+        "two ranks": {"max_samples": 4},
+        "token budget": {"max_tokens": 48},
+        "parameters stay gathered": {"reshard_after_forward": False},
+        "recomputed": {"enable_gradient_checkpointing": True},
+        "layer inputs in host memory": {"enable_gradient_checkpointing": "offload"},
+        "documents run alone": {"is_packed": False},
+    },
+    (4, -1): {"four ranks": {"max_samples": 16}, "one document each": {"max_samples": 1}},
+    (4, 2): {"replicas": {}},
+    (5, -1): {"more ranks than samples in a step": {"max_samples": 1}},
+}
+"""(Ranks, fsdp_size): what they change."""
 
 
 def rows_of(world: Any, source: Any, max_samples: int | None = None, **changes: Any) -> Any:
     """What a short run logged."""
-    return ended(world, source, max_samples, **changes).tracking
-
-
-def ended(world: Any, source: Any, max_samples: int | None, **changes: Any) -> Run:
     optim = AS_DEFINED | changes.pop("optim", {})
     return short_run(
         world, source, total_steps=STEPS, optim=optim, max_samples=max_samples, **changes
-    )
+    ).tracking
 
 
 def train(world: Any, source: Any, max_samples: int | None = None, **changes: Any) -> Any:
-    """(losses, norms, validation losses, whole parameters, shares of tokens that are right) of
-    a short run.
-    """
-    parts = ended(world, source, max_samples, **changes)
-    rows: Any = parts.tracking
+    """(losses, norms, validation losses, shares of tokens that are right) of a short run."""
+    rows = rows_of(world, source, max_samples, **changes)
     keys = ("train/loss", "train/grad_norm", "val/loss", "train/token_accuracy")
-    losses, norms, val_losses, accuracies = (rows.column(key) for key in keys)
-    return losses, norms, val_losses, full_parameters(parts.model), accuracies
+    return [rows.column(key) for key in keys]
 
 
-def plain_run(source, adapter=None, *, loss="cross_entropy", num_steps=STEPS):  # type: ignore[no-untyped-def]
+def plain_run(source, adapter=None, *, num_steps=STEPS, **changes):  # type: ignore[no-untyped-def]
     """The same run by definition; nothing of ours but the order and the key of the first weights.
 
     `adapter`: directory of one that peft loads and trains, with the model frozen. Returns the
@@ -76,8 +79,8 @@ def plain_run(source, adapter=None, *, loss="cross_entropy", num_steps=STEPS):  
         validation=[],
         test_freq=num_steps,
         lr=3e-3,
-        loss=loss,
         max_norm=1.0,
+        **changes,
     )
     rows = plain_training.train(definition).train.values()
     return {key: [row[key] for row in rows if key in row] for row in rows for key in row}
@@ -88,50 +91,21 @@ def source(request, tmp_path_factory):  # type: ignore[no-untyped-def]
     return write_model_config(tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param)
 
 
-@pytest.fixture(scope="module")
-def reference(source):  # type: ignore[no-untyped-def]
-    return plain_run(source)
-
-
-@pytest.fixture(scope="module")
-def runs(source):  # type: ignore[no-untyped-def]
-    """{number of ranks: {samples in a micro-batch: what rank 0 measured}}."""
-    variants = {
-        size: {number: {"max_samples": number} for of, number in TRIED if of == size}
-        for size in (1, 2, 4)
-    }
-    return {
-        size: run_ranks(each, size, train, source, changes)[0] for size, changes in variants.items()
-    }
-
-
-@pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10")
-@pytest.mark.parametrize(("world_size", "max_samples"), TRIED)
-def test_loss_and_norm_equal_the_plain_loop(runs, reference, world_size, max_samples):
-    losses, norms, *_, accuracies = runs[world_size][max_samples]
-    assert relative(losses, reference["train/loss"]) < 1e-6
-    assert relative(norms, reference["train/grad_norm"]) < 1e-5
-    assert losses[-1] < losses[0]
-    assert accuracies == reference["train/token_accuracy"] and 0 < max(accuracies) < 1
-
-
-def test_muon_does_not_depend_on_the_execution_either(tmp_path):
-    """Its iterations enlarge rounding at small singular values: several steps on top of each
-    other.
-    """
-    source, muon = write_model_config(tmp_path), {"optim": {"name": "muon"}}
-    variants = {"usual": {}, "all": muon, "one by one": {"max_samples": 1} | muon}
-    alone = run_ranks(each, 1, train, source, variants)[0]
-    losses, norms, val_losses, *_ = alone["all"]
-    assert alone["usual"][0][-1] != losses[-1] < losses[0]
-    several = [
-        run_ranks(train, world_size, source, number, **muon)[0]
-        for world_size, number in ((2, 4), (4, 1))
-    ]
-    for found in (alone["one by one"], *several):
-        assert relative(found[0], losses) < 1e-6
-        assert relative(found[1], norms) < 1e-5
-        assert relative(found[2], val_losses) < 1e-6
+@pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10", "S3.11")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_execution_equals_the_plain_loop(source, optimizer):
+    reference, runs = plain_run(source, optimizer=optimizer), {}
+    for (size, fsdp_size), executions in EXECUTIONS.items():
+        chosen = {"optim": {"name": optimizer}}
+        variants = {how: changes | chosen for how, changes in executions.items()}
+        runs |= run_ranks(each, size, train, source, variants, fsdp_size=fsdp_size)[0]
+    _, _, expected, _ = runs["two ranks"]
+    for name, (losses, norms, val_losses, accuracies) in runs.items():
+        assert relative(losses, reference["train/loss"]) < 1e-6, name
+        assert relative(norms, reference["train/grad_norm"]) < 1e-5, name
+        assert relative(val_losses, expected) < 1e-6, name
+        assert losses[-1] < losses[0], name
+        assert accuracies == reference["train/token_accuracy"] and 0 < max(accuracies) < 1, name
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "granite"])
@@ -156,36 +130,3 @@ def test_with_another_trained_loss_the_shown_one_is_cross_entropy(tmp_path, mode
         assert rows.column("train/loss_max_rank")[0] >= losses[0] * (1 - 1e-6) > 2 * objectives[0]
         assert abs(rows.column("val/gap")[-1]) < 1, "both of its losses are cross-entropy"
         assert not found["usual"].column("train/objective"), "it would repeat train/loss"
-
-
-@pytest.mark.covers("S3.10", "S3.11")
-def test_other_executions_give_the_same_run(tmp_path):
-    """Token budget, ZeRO-2, recomputation, one document per forward, HSDP: the same numbers."""
-    source = write_model_config(tmp_path)
-    expected, _, val_expected, parameters, right = run_ranks(train, 1, source)[0]
-    on_two = {
-        "token budget": {"max_tokens": 48},
-        "zero-2": {"reshard_after_forward": False},
-        "recompute": {"enable_gradient_checkpointing": True},
-        "per document": {"is_packed": False},
-    }
-    variants = {
-        **run_ranks(each, 2, train, source, on_two)[0],
-        "hsdp": run_ranks(train, 4, source, fsdp_size=2)[0],
-        "more ranks than samples per step": run_ranks(train, 5, source, max_samples=1)[0],
-    }
-    for name, (losses, _, val_losses, theirs, accuracies) in variants.items():
-        assert accuracies == right, name
-        assert relative(losses, expected) < 1e-6, name
-        assert relative(val_losses, val_expected) < 1e-6, name
-        apart = torch.cat(
-            [(theirs[key] - value).double().flatten() for key, value in parameters.items()]
-        ).abs()
-        # Where a gradient is almost 0 Adam makes a whole step of its rounding: single values stray
-        # up to 3e-5 after steps of 1e-2 together, which ones and how far depends on the CPU; all of
-        # them by 5e-8 on average. torch's fused kernel, one document at a time, rounds about twice
-        # as much as the grouped products of the others (against float64: 3e-7 to 4e-7 in its
-        # gradients, 2e-7 in theirs): 1.6e-7 on average.
-        mean = float(apart.square().mean().sqrt())
-        assert mean < (6e-7 if name == "per document" else 2e-7), (name, mean)
-        assert float(apart.max()) < 1e-4, (name, float(apart.max()))

@@ -1,28 +1,32 @@
 """Quantized checkpoints load as transformers dequantizes them, and export as bfloat16."""
 
 import json
-from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exports import export_model
+from exports import export_adapted, export_model, tensors_in
 from quantized_files import PREDICTING, Files, write
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from toy import build
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from trainer.checkpoint.base_weights import Adapter
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import ConfigError
-from trainer.model import adapters, nf4
+from trainer.model import nf4
 from trainer.model.adapter_names import base_name
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.model.quantized import weights_in
 
+DEQUANTIZED: dict[str, Any] = {
+    "blocks": FineGrainedFP8Config(dequantize=True),
+    "experts": FineGrainedFP8Config(dequantize=True),
+    "mxfp4": Mxfp4Config(dequantize=True),
+}
+"""What transformers itself dequantizes."""
 FORMS = ("blocks", "cut blocks", "exponents", "tensor", "channel", "block", "experts", "mxfp4")
 
 
@@ -95,8 +99,7 @@ def test_models_train_on_and_exports_are_bfloat16_without_a_trace(root, expected
     loaded = run_ranks(load_and_export, num_ranks, root, timeout_s=300)[0]
     for form in FORMS:
         target = root / f"{form}-export-{num_ranks}"
-        exported = [load_file(file) for file in target.glob("*.safetensors")]
-        assert not different(dict(ChainMap(*exported)), expected[form]), form
+        assert not different(tensors_in(target), expected[form]), form
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
         assert "quantization_config" not in config
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -105,48 +108,24 @@ def test_models_train_on_and_exports_are_bfloat16_without_a_trace(root, expected
         assert set(info["unexpected_keys"]) <= {PREDICTING}, form
         assert not info["missing_keys"] and not info["mismatched_keys"], (form, info)
         assert not different(loaded[form], model.state_dict()), form
-
-
-@pytest.mark.parametrize("form", ["blocks", "experts", "mxfp4"])
-def test_transformers_dequantizes_to_equal_weights(root, expected, form):
-    how = {
-        "mxfp4": Mxfp4Config(dequantize=True),
-    }.get(form, FineGrainedFP8Config(dequantize=True))
-    theirs = AutoModelForCausalLM.from_pretrained(
-        root / form, dtype=torch.bfloat16, quantization_config=how
-    )
-    plain_path = root / f"{form}-plain"
-    plain_path.mkdir()
-    config = json.loads((root / form / "config.json").read_text(encoding="utf-8"))
-    del config["quantization_config"]
-    (plain_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    stored = {name: tensor.whole() for name, tensor in weights_in(root / form).items()}
-    save_file(stored, plain_path / "model.safetensors", {"format": "pt"})
-    ours = AutoModelForCausalLM.from_pretrained(plain_path, dtype=torch.bfloat16)
-    assert not different(ours.state_dict(), theirs.state_dict())
+        if form in DEQUANTIZED:
+            theirs = AutoModelForCausalLM.from_pretrained(
+                root / form, dtype=torch.bfloat16, quantization_config=DEQUANTIZED[form]
+            )
+            assert not different(model.state_dict(), theirs.state_dict()), form
 
 
 def adapt_and_merge(world: Any, path: Path, target: Path) -> None:
-    model = build(
-        world, ModelSource(str(path)), random_weights=False, lora_rank=4, partial_pretrain=str(path)
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.add_(0.05)
-    adapter = Adapter(adapters.settings(model), path)
-    source = ExportSource(ModelFiles.read(path), None, (), adapter=adapter)
-    for kind in ("adapter", "merged"):
-        export_model(world, model, target / kind, source, dtype="bfloat16", lora=kind)
+    source, lora = ModelSource(str(path)), {"lora_rank": 4, "partial_pretrain": str(path)}
+    model = build(world, source, random_weights=False, **lora)
+    export_adapted(world, model, source, target, dtype="bfloat16")
 
 
 def test_adapters_are_merged_with_the_dequantized_base(root, expected):
-    target = root / "adapted"
-    target.mkdir()
-    run_ranks(adapt_and_merge, 2, root / "cut blocks", target, timeout_s=300)
-    pairs = load_file(target / "adapter" / "adapter_model.safetensors")
-    merged = load_file(target / "merged" / "model.safetensors")
-    config = json.loads((target / "merged" / "config.json").read_text(encoding="utf-8"))
+    run_ranks(adapt_and_merge, 2, root / "cut blocks", root / "cut", timeout_s=300)
+    pairs = load_file(root / "cut-adapter" / "adapter_model.safetensors")
+    merged = load_file(root / "cut-merged" / "model.safetensors")
+    config = json.loads((root / "cut-merged" / "config.json").read_text(encoding="utf-8"))
     assert "quantization_config" not in config and merged.keys() == expected["cut blocks"].keys()
     num_adapted = 0
     for name, tensor in expected["cut blocks"].items():

@@ -94,13 +94,6 @@ def _scaled_weight(original: Callable[..., Any]) -> staticmethod:
     return staticmethod(backward)
 
 
-def _without_mean(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """The gradient of a norm whose scale is a constant."""
-    normed_TH, scale_T1, weight_H = ctx.saved_tensors
-    grad_hidden_TH = (grad_TH * weight_H).float() * scale_T1
-    return grad_hidden_TH.to(grad_TH.dtype), (grad_TH * normed_TH).flatten(0, -2).sum(0), None
-
-
 def _unweighted(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, right: Loss = LOSSES["dft"]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -135,9 +128,6 @@ FAULTS: dict[str, Fault] = {
     "detached branch": _wrapped(attention, "packed_attention", _detached),
     "leak in the backward pass": _wrapped(attention, "packed_attention", _leaking_backward),
     "0.8 % of one gradient": _wrapped(head._ChunkedLoss, "backward", _scaled_weight),
-    "norm in the backward pass": _wrapped(
-        norm._RmsNorm, "backward", lambda _: staticmethod(_without_mean)
-    ),
     "experts in the backward pass": _wrapped(
         experts, "grouped_mm_experts_forward", _doubled_gradient
     ),
@@ -245,7 +235,6 @@ def test_a_backward_pass_that_is_not_that_of_its_forward_pass_is_found(tmp_path,
         "scale beside the head": ("granite", scaled_logits),
         "detached branch": ("qwen2", {}),
         "leak in the backward pass": ("qwen2", {}),
-        "norm in the backward pass": ("qwen2", untied),
         "no fault, experts": ("qwen3_moe", EXPERTS),
         "experts in the backward pass": ("qwen3_moe", EXPERTS),
         "unweighted dft": ("qwen2", untied),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exports import export_model
+from exports import export_adapted, export_changed, tensors_in
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -18,13 +18,8 @@ from toy import ToySamples, build, differing, plain_loss
 from transformers import AutoModelForMultimodalLM, logging
 from whole_models import EXTRA, WRAPPERS, write_whole_model
 
-from trainer.checkpoint.base_weights import Adapter
-from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.model_files import ModelFiles
-from trainer.checkpoint.shards import weight_buffers
 from trainer.config import ConfigError
 from trainer.data.loader import pack
-from trainer.model import adapters
 from trainer.model.packed_lm import run_plain
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 
@@ -51,13 +46,11 @@ def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, An
     with torch.no_grad():
         loss = sum(model(pack(SAMPLES, members)).loss_sum.double() for members in dealt)
         torch.distributed.all_reduce(loss)
-        for tensor in (*model.parameters(), *weight_buffers(model).values()):
-            tensor.mul_(1.25)
-        logits = run_logits(model)
+    export_changed(world, model, source, export_dir)
     whole = whole_checkpoint(source)
     assert whole is not None
-    export_source = ExportSource(ModelFiles.read(Path(source.path)), None, (), whole)
-    export_model(world, model, export_dir, export_source, dtype="float32")
+    with torch.no_grad():
+        logits = run_logits(model)
     return {"loss": float(loss), "logits": logits, "passes": len(whole.others)}
 
 
@@ -65,15 +58,7 @@ def train_adapter(world: Any, source: ModelSource, export_dir: Path) -> torch.Te
     """Export adapters that add something, alone and merged. Returns the logits with them."""
     lora = {"lora_rank": 3, "partial_pretrain": source.path}
     model = build(world, source, random_weights=False, **lora)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.add_(0.05)
-    adapter = Adapter(adapters.settings(model), Path(source.path), source.whole)
-    export_source = ExportSource(ModelFiles.read(adapter.base), None, (), adapter=adapter)
-    for kind in ("adapter", "merged"):
-        target = export_dir.with_name(f"{export_dir.name}-{kind}")
-        export_model(world, model, target, export_source, dtype="float32", lora=kind)
+    export_adapted(world, model, source, export_dir, dtype="float32")
     begun = {"lora_adapter_path": f"{export_dir}-adapter", "partial_pretrain": source.path}
     again = build(world, source, random_weights=False, **begun)
     with torch.no_grad():
@@ -115,10 +100,6 @@ def results(request: pytest.FixtureRequest, root: Path) -> tuple[int, dict[str, 
     return request.param, run_ranks(train_all, request.param, root, timeout_s=300)[0]
 
 
-def stored(path: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
 def unchanged(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> set[str]:
     """Return the names of the tensors with equal bits; both sides must have the same names."""
     assert ours.keys() == theirs.keys()
@@ -139,8 +120,8 @@ def test_the_export_is_the_whole_again_with_another_text_part(results, root, nam
     world_size, by_name = results
     assert isinstance(by_name[name], dict), by_name[name]
     export = root / f"{name}-export-{world_size}"
-    theirs = stored(root / name)
-    same = unchanged(stored(export), theirs)
+    theirs = tensors_in(root / name)
+    same = unchanged(tensors_in(export), theirs)
     assert EXTRA in same and len(same) == by_name[name]["passes"] > 10
     assert {theirs[key].dtype for key in same} == {torch.float32, torch.bfloat16}
     assert not any("vis" in key or "projector" in key for key in theirs.keys() - same)
@@ -181,8 +162,8 @@ def test_adapters_of_the_text_part_load_in_the_whole(results, root, name):
     assert not torch.allclose(before, trained, atol=1e-2)
     torch.testing.assert_close(of_adapter, trained, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(of_merged, trained, rtol=1e-5, atol=1e-4)
-    theirs = stored(root / name)
-    changed = theirs.keys() - unchanged(stored(merged), theirs)
+    theirs = tensors_in(root / name)
+    changed = theirs.keys() - unchanged(tensors_in(merged), theirs)
     assert len(changed) == len(lora) // 2
     assert not any("vis" in key or "projector" in key for key in changed)
 
@@ -211,8 +192,8 @@ def test_names_of_the_files_are_kept_whichever_transformers_reads(root, tmp_path
 
     source = rewritten(root / "gemma3", tmp_path / "renamed", renamed)
     result = run_ranks(train_one, 2, source, tmp_path / "export")[0]
-    exported = stored(tmp_path / "export")
-    assert exported.keys() == stored(tmp_path / "renamed").keys()
+    exported = tensors_in(tmp_path / "export")
+    assert exported.keys() == tensors_in(tmp_path / "renamed").keys()
     embeddings = exported["model.language_model.embed_tokens.weight"]
     assert torch.equal(exported["lm_head.weight"], embeddings)
     whole = whole_checkpoint(ModelSource(str(root / "gemma3")))
