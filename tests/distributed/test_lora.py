@@ -5,6 +5,7 @@ The base has random weights, as a file: what it says does not matter here, only 
 everywhere.
 """
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_offline_export import contents
 from torch.distributed.tensor import Shard
-from toy import differing, write_weights
+from toy import differing, relative, write_weights
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from whole_models import write_whole_model
-from whole_runs import tiny_model, train
+from whole_runs import curve, tiny_model, train
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.offline_export import export_from_shards
@@ -273,3 +274,35 @@ def test_a_run_on_nf4_weights_is_resumed_and_never_continued_on_plain_ones(tmp_p
     words = (*words_of_run(tmp_path, model), "model.lora_rank=4")
     output = train(tmp_path / "killed", 1, *words, "trainer.total_training_steps=8", code=2)
     assert "model.load_in_4bit: True -> False   <- refused" in output
+
+
+def spoil_a_gradient() -> None:
+    """In every rank: the norm of one step is NaN, once, and the guard gives up at the first."""
+    from trainer.train import guard, step
+
+    guard.NONFINITE_LIMITS = ((1, 1),)
+    whole, calls = step.local_square_sum, iter(range(1, 100))
+
+    def spoiled(parameters: Any) -> Any:
+        found = whole(parameters)
+        return found * math.nan if next(calls) == 20 else found
+
+    step.local_square_sum = spoiled
+
+
+def test_a_rollback_restores_adapters_and_modules_trained_in_full(words, tmp_path):
+    undone = (
+        *LORA,
+        "model.modules_to_save=[embed_tokens]",
+        "trainer.max_ckpt_to_keep=null",
+        "trainer.guard.on_diverging=rollback",
+        "trainer.total_training_steps=24",
+    )
+    found = {}
+    for num_ranks in (1, 2):
+        run_dir = tmp_path / f"ranks {num_ranks}"
+        output = train(run_dir, num_ranks, *words, *undone, before=spoil_a_gradient)
+        assert "rolled back" in output or "rolling back" in output, output
+        found[num_ranks] = list(curve(run_dir).values())
+        assert all(map(math.isfinite, found[num_ranks]))
+    assert relative(found[2], found[1]) < 1e-6

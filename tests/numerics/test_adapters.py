@@ -303,7 +303,7 @@ def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family):
     model, wider = on_meta(source), on_meta(source, target_modules=["q_proj", "shared_expert_gate"])
     saved = {name: parameter for name, parameter in wider.named_parameters() if ".lora_" in name}
     with pytest.raises(
-        ConfigError, match=r"does not adapt: .*shared_expert_gate.lora_A.*4 such tensors"
+        ConfigError, match=r"does not train: .*shared_expert_gate.lora_A.*4 such tensors"
     ):
         ModelShards(model).load_state_dict(Shards(Path("global_step_2"), [saved]))
 
