@@ -24,8 +24,8 @@ def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, ca
 
     plain, apart = lines(fixtures.CHATML), lines(fixtures.QWEN3)
     assert "1 assistant turns are rendered without their reasoning" in plain
-    assert "nothing reads these keys of messages: 'rating' 1" in plain
-    assert "nothing reads these columns: 'context' 2" in plain
+    assert "unused keys of messages: 'rating' 1" in plain
+    assert "unused columns: 'context' 2" in plain
     assert "trained turn by turn" not in plain
     assert "1 conversations are trained turn by turn" in apart
     assert "3 samples, " in apart and "without their reasoning" not in apart

@@ -95,7 +95,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("rows", "options", "why"),
     [
-        ([], {}, r"no row to train on: there is none in .*rows.jsonl"),
+        ([], {}, r"no row to train on in .*rows.jsonl"),
         (["{"], {"on_bad_row": "skip"}, r"1 of 1 rows cannot be trained on \(0 can\)"),
         (good_rows(2), {"truncation": "drop", "max_length": 2}, "2 rows read, 2 dropped by"),
         (

@@ -50,7 +50,7 @@ def _resolve_one(entry: str) -> list[Path]:
         fix = "give an existing path or glob"
         if HUB_ID.fullmatch(entry) and not entry.endswith(SUFFIXES):
             fix += f"; a dataset of the Hub is written hf://{entry}:train"
-        raise DataError(f"no file matches '{entry}' (current directory: {Path.cwd()}); {fix}")
+        raise DataError(f"no file matches '{entry}' (current directory: {Path.cwd()}).\nFix: {fix}")
     for found in paths:
         _check_file(found)
     return paths
@@ -83,7 +83,8 @@ def dataset_files(address: str) -> list[Path]:
     """
     if (found := ADDRESS.fullmatch(address)) is None:
         raise DataError(
-            f"'{address}' is not an address: write hf://org/name:split or hf://org/name@revision:split"
+            f"'{address}' is not an address of a dataset.\n"
+            f"Fix: write hf://org/name:split or hf://org/name@revision:split"
         )
     name, revision, split = found.groups()
     root, files = _cached(name, revision, split)
@@ -100,7 +101,7 @@ def dataset_files(address: str) -> list[Path]:
         subsets = (folder if folder.name == split else folder / split for folder in folders)
         named = ", ".join(sorted(subset.as_posix() for subset in subsets))
         raise DataError(
-            f"'{address}': several subsets have this split, name one in its place: {named}"
+            f"'{address}': several subsets have this split.\nFix: name one of them: {named}"
         )
     if revision != root.name:
         pinned = f"hf://{name}@{root.name}:{split}"

@@ -171,13 +171,13 @@ class RowParser:
         digest, num_ids = self._vocabulary
         if record.get("vocabulary_digest") is None:
             raise UnusableError(
-                f"unknown vocabulary: nothing says which tokenizer made the ids; if this model's "
-                f"tokenizer made them, add a column vocabulary_digest with '{digest}'"
+                f"unknown vocabulary: the row does not say which tokenizer made its ids. If this "
+                f"model's tokenizer made them, add a column vocabulary_digest with '{digest}'"
             )
         if record["vocabulary_digest"] != digest:
             raise UnusableError(
-                f"other vocabulary: the ids were made with another tokenizer (vocabulary_digest "
-                f"{record['vocabulary_digest']!r}, this model's is {digest!r}); tokenize the texts "
+                f"different vocabulary: a different tokenizer made the ids (vocabulary_digest "
+                f"{record['vocabulary_digest']!r}, this model's is {digest!r}). Tokenize the texts "
                 f"again"
             )
         ids = _integers(record, "input_ids")

@@ -164,9 +164,11 @@ class TrainLoader:
         try:
             batches = iter(self._loader)
         except OSError as error:
-            fix = "a container needs --shm-size=1g or more; or set data.num_workers=0"
-            text = f"data.num_workers={self._num_workers} cannot be started in /dev/shm: {error.strerror}; {fix}"
-            raise CannotWriteError(text) from error
+            raise CannotWriteError(
+                f"data.num_workers={self._num_workers}: the workers cannot start, because /dev/shm "
+                f"cannot be written: {error.strerror}.\n"
+                f"Fix: start the container with --shm-size=1g or more, or set data.num_workers=0"
+            ) from error
         try:
             for step, batch in zip(steps, batches, strict=True):
                 assert batch.step == step
@@ -214,7 +216,7 @@ class TrainLoader:
         saved = Position(*(int(state_dict[field.name]) for field in dataclasses.fields(Position)))
         if saved != self.position:
             raise RuntimeError(
-                f"the data would go on from {self.position}, the checkpoint was at {saved}"
+                f"the checkpoint was saved at {saved}, but the data would continue at {self.position}"
             )
 
 

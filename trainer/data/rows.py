@@ -13,7 +13,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 UNITS = {".json": "element", ".parquet": "row"}
 """The unit that `line` counts in files without lines or with unknown line numbers."""
 NUM_COLUMNS = 30
-TOO_DEEP = "nested too deeply: lists or objects in the row stand inside of hundreds of others"
+TOO_DEEP = "nested too deeply: the row has lists or objects inside hundreds of others"
 
 
 class UnusableError(Exception):

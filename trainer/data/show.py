@@ -225,7 +225,7 @@ def _log_rows(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> None
         if count := getattr(summary, name):
             _log("turns", f"{count:,} {text}")
     if summary.unread_columns:
-        _log("", f"nothing reads these columns: {_counted(summary.unread_columns)}")
+        _log("", f"unused columns: {_counted(summary.unread_columns)}")
     if summary.num_bad_rows:
         logger.warning(
             f"left out {summary.num_bad_rows} bad rows ({_counted(summary.bad_rows_by_kind)}), "
@@ -237,7 +237,7 @@ def _log_rows(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> None
             f"{summary.num_cut_tokens} tokens, listed in {dataset.directory / OVER_LONG_ROWS}"
         )
     if summary.unread_keys:
-        logger.warning(f"nothing reads these keys of messages: {_counted(summary.unread_keys)}")
+        logger.warning(f"unused keys of messages: {_counted(summary.unread_keys)}")
 
 
 def _counted(counts: Mapping[str, int]) -> str:

@@ -240,7 +240,10 @@ def _require_usable(
     is_strict = options.on_bad_row == "error"
     num_bad, num_rows = summary.num_bad_rows, summary.num_rows
     if not num_rows:
-        raise DataError(f"no row to train on: there is none in {', '.join(map(str, files))}")
+        raise DataError(
+            f"no row to train on in {', '.join(map(str, files))}.\n"
+            f"Fix: give files with at least one row"
+        )
     if summary.num_samples and num_bad <= (0 if is_strict else MAX_BAD_FRACTION * num_rows):
         return
     if num_bad == 0:
