@@ -94,6 +94,9 @@ class Event:
     def synchronize(self) -> None:
         called("event.synchronize", self.number)
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, other: "Event") -> float:
         return 1.0
 
@@ -122,6 +125,9 @@ class Stream:
 
     def synchronize(self) -> None:
         called("stream.synchronize", self.number)
+
+    def is_capturing(self) -> bool:
+        return False
 
 
 DEFAULT = Stream()
