@@ -13,6 +13,7 @@ from ranks import run_ranks
 from toy import build_toy_model, optim_config, write_model_config
 
 from trainer.cli import plan
+from trainer.config import ConfigError
 from trainer.model import cpu_attention
 from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
@@ -217,6 +218,7 @@ def a_plan(num_ranks: int, size_bytes: int = 0) -> MemoryPlan:
         num_trained=1,
         num_base=1,
         num_layers=1,
+        num_experts=0,
         device_bytes={PARAMETERS: size_bytes},
         host_bytes={},
         saved_bytes=0,
@@ -284,3 +286,40 @@ def test_the_limit_of_a_container_is_the_memory_that_may_be_used(tmp_path, monke
     for text, expected in sizes.items():
         (tmp_path / "memory.max").write_text(f"{text}\n")
         assert memory.host_memory_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "num_ranks", "message"),
+    [
+        (3, 4, "model.expert_parallel_size=3 does not divide the 4 ranks"),
+        (3, 3, "the 3 ranks that shard the model cannot hold equal numbers of 8 experts"),
+    ],
+)
+def test_a_plan_refuses_the_expert_parallelism_that_a_run_refuses(
+    tmp_path, size, num_ranks, message
+):
+    with pytest.raises(ConfigError, match=message):
+        planned(tmp_path, num_ranks, f"model.expert_parallel_size={size}", **EXPERTS)
+
+
+def test_ranks_that_cannot_share_the_experts_are_no_advice(tmp_path, capsys):
+    """A plan of 512 ranks with 8 experts was refused, and so was offloaded state; either refusal
+    ended the command.
+    """
+    write_model_config(tmp_path, **EXPERTS)
+    words = [f"model.partial_pretrain={tmp_path}", "model.expert_parallel_size=2"]
+    code, lines, errors = run(capsys, "2", *words, "--memory-gib", "0.01")
+    assert code == 1 and "none of the overrides" in lines[-1]
+    assert "planning 8 ranks" in errors and "planning 16 ranks" not in errors
+
+
+def test_nf4_takes_four_and_a_half_bits_for_a_frozen_weight(tmp_path):
+    words = (LORA, "model.random_weights=false")
+    plain, held = (
+        planned(tmp_path, 1, *words, f"model.load_in_4bit={value}") for value in ("false", "true")
+    )
+    saved_bytes = plain.device_bytes[FROZEN] - held.device_bytes[FROZEN]
+    # rows of the MLP's down projection, of 96 weights, are no whole blocks
+    num_held = 2 * 64 * (2 * 64 + 2 * 32 + 2 * 96)
+    assert plain.num_parameters == held.num_parameters and plain.num_base == held.num_base
+    assert saved_bytes == num_held * (16 - 4.5) / 8

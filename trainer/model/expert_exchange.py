@@ -105,6 +105,18 @@ class _Gather(torch.autograd.Function):
         return DTensor.from_local(own, *ctx.layout, run_check=False), None
 
 
+def require_even(modules: Sequence[Any], num_shards: int, *, expert_size: int) -> None:
+    """Raise `ConfigError` unless the ranks that shard the model can hold equal numbers of experts."""
+    for module in modules:
+        if module.num_experts % num_shards:
+            raise ConfigError(
+                f"model.expert_parallel_size={expert_size}: the {num_shards} ranks that shard the "
+                f"model cannot hold equal numbers of {module.num_experts} experts.\nFix: set "
+                f"model.fsdp_config.fsdp_size to a divisor of {module.num_experts}, or "
+                f"model.expert_parallel_size=1"
+            )
+
+
 def distribute(
     modules: Sequence[Any], mesh: DeviceMesh, expert_mesh: DeviceMesh, dtype: torch.dtype
 ) -> set[nn.Parameter]:
@@ -116,14 +128,8 @@ def distribute(
     """
     exchange, found = ExpertExchange(expert_mesh, dtype), set[nn.Parameter]()
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    require_even(modules, mesh["fsdp"].size(), expert_size=exchange.size)
     for module in modules:
-        if module.num_experts % mesh["fsdp"].size():
-            raise ConfigError(
-                f"model.expert_parallel_size={exchange.size}: {module.num_experts} experts cannot be "
-                f"dealt evenly to the {mesh['fsdp'].size()} ranks that shard them.\nFix: set "
-                f"model.fsdp_config.fsdp_size to a divisor of {module.num_experts}, or "
-                f"model.expert_parallel_size=1"
-            )
         module.exchange = exchange
         for name, parameter in [*module.named_parameters(recurse=False)]:
             sharded = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)

@@ -171,6 +171,14 @@ def require_divisor(key: str, value: int, size: int, ranks: str = "ranks of this
         )
 
 
+def require_sizes(num_ranks: int, *, fsdp_size: int, sequence_size: int, expert_size: int) -> None:
+    """Raise `ConfigError` unless the ranks can be divided into groups of these sizes."""
+    require_divisor("model.ulysses_sequence_parallel_size", sequence_size, num_ranks)
+    num_shards = mesh_dimensions(num_ranks, fsdp_size=fsdp_size)["fsdp"]
+    ranks = "ranks that shard the model"
+    require_divisor("model.expert_parallel_size", expert_size, num_shards, ranks)
+
+
 def make_world(
     device: torch.device, *, fsdp_size: int, sequence_size: int = 1, expert_size: int = 1
 ) -> World:

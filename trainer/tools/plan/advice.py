@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable
 
-from trainer.config import MAX_TOKENS, OFFLOAD, RECOMPUTE, Config
+from trainer.config import MAX_TOKENS, OFFLOAD, RECOMPUTE, Config, ModelConfig
+from trainer.runtime.distributed import mesh_dimensions
 from trainer.tools.plan.memory import Change, MemoryPlan
 
 MAX_RANKS = 512
@@ -42,11 +43,12 @@ def change_series(config: Config, now: MemoryPlan) -> list[list[Change]]:
     is_recomputed = config.model.enable_gradient_checkpointing in (True, OFFLOAD)
     recompute = () if is_recomputed else (RECOMPUTED,)
     both = (*recompute, *shorter[-1:])
-    divisor = math.lcm(max(1, config.model.fsdp_config.fsdp_size), sharing)
     powers_of_2 = (2**exponent for exponent in range(1, MAX_RANKS.bit_length()))
-    more_ranks = [n for n in powers_of_2 if n > here and n % divisor == 0]
+    more_ranks = [n for n in powers_of_2 if n > here and _is_possible(n, config.model, now)]
 
-    inputs, state = ([OFFLOAD_INPUTS], [STATE_ON_HOST]) if now.is_cuda else ([], [])
+    inputs = [OFFLOAD_INPUTS] if now.is_cuda else []
+    # a configuration with both expert parallelism and offloaded state is refused
+    state = [STATE_ON_HOST] if now.is_cuda and config.model.expert_parallel_size == 1 else []
     found = [
         [Change(here, (word,)) for word in shorter],
         [Change(here, recompute)],
@@ -57,3 +59,13 @@ def change_series(config: Config, now: MemoryPlan) -> list[list[Change]]:
         *([Change(here, (word, *more))] for word in state for more in ((), recompute, both)),
     ]
     return [series for series in found if series]
+
+
+def _is_possible(num_ranks: int, model: ModelConfig, now: MemoryPlan) -> bool:
+    """Return True if the model can be trained on this number of ranks."""
+    fsdp_size, expert_size = model.fsdp_config.fsdp_size, model.expert_parallel_size
+    group_sizes = max(1, fsdp_size), model.ulysses_sequence_parallel_size, expert_size
+    if num_ranks % math.lcm(*group_sizes):
+        return False
+    num_shards = mesh_dimensions(num_ranks, fsdp_size=fsdp_size)["fsdp"]
+    return expert_size == 1 or now.num_experts % num_shards == 0

@@ -15,13 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainer.config import AUTO, Config, ConfigError, DataConfig
-from trainer.model import assemble
+from trainer.model import assemble, expert_exchange
 from trainer.model.adapter_names import is_adapter
+from trainer.model.experts import experts_of
 from trainer.model.nf4 import num_weights
 from trainer.model.packed_lm import decoder_layers
 from trainer.model.pretrained import ModelSource
 from trainer.model.source import find_architecture
-from trainer.runtime.distributed import compute_dtype, mesh_dimensions, require_divisor
+from trainer.runtime.distributed import compute_dtype, mesh_dimensions, require_sizes
 from trainer.runtime.environment import pinned_bytes
 from trainer.tools.plan.fake_step import (
     ALL,
@@ -83,7 +84,8 @@ class Change:
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of one rank by category at the fullest moment of a step, on its device and in host
-    memory. `saved_bytes` is the size of the rank's shards in a checkpoint.
+    memory. `saved_bytes` is the size of the rank's shards in a checkpoint. `num_experts` divides
+    the number of experts of each layer that has some; it is 0 if no layer has.
     """
 
     num_ranks: int
@@ -93,6 +95,7 @@ class MemoryPlan:
     num_trained: int
     num_base: int
     num_layers: int
+    num_experts: int
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
     saved_bytes: int
@@ -224,6 +227,7 @@ def _plan(job: Job, measured: Measured, num_layers: int) -> MemoryPlan:
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
         num_base=sum(num_weights(p) for name, p in named.items() if not is_adapter(name)),
         num_layers=num_layers,
+        num_experts=math.gcd(*(module.num_experts for module in experts_of(job.design.model))),
         device_bytes={n: device[n] for n in NAMES if n in always_shown or device[n]},
         host_bytes=host,
         saved_bytes=saved,
@@ -264,10 +268,18 @@ def _job(config: Config, num_ranks: int) -> Job:
         fsdp = replace(fsdp, param_dtype=str(dtype).removeprefix("torch."))
     config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
     source = source_of(config)
-    require_divisor(
-        "model.ulysses_sequence_parallel_size", model.ulysses_sequence_parallel_size, num_ranks
+    require_sizes(
+        num_ranks,
+        fsdp_size=fsdp.fsdp_size,
+        sequence_size=model.ulysses_sequence_parallel_size,
+        expert_size=model.expert_parallel_size,
     )
     design = assemble.design_model(config.model, source, max_length=config.data.max_length)
+    if model.expert_parallel_size > 1:
+        num_shards = mesh_dimensions(num_ranks, fsdp_size=fsdp.fsdp_size)["fsdp"]
+        expert_exchange.require_even(
+            experts_of(design.model), num_shards, expert_size=model.expert_parallel_size
+        )
     data = replace(config.data, max_token_len_per_gpu=config.max_micro_batch_tokens)
     num_data_ranks = num_ranks // model.ulysses_sequence_parallel_size
     return Job(

@@ -105,15 +105,11 @@ def _require_possible(config: Config, device: torch.device) -> None:
             "Fix: model.enable_gradient_checkpointing=true"
         )
     require_usable_rules(config.trainer.guard.rules)
-    distributed.require_divisor(
-        "model.ulysses_sequence_parallel_size", model.ulysses_sequence_parallel_size, num_ranks
-    )
-    mesh = distributed.mesh_dimensions(num_ranks, fsdp_size=model.fsdp_config.fsdp_size)
-    distributed.require_divisor(
-        "model.expert_parallel_size",
-        model.expert_parallel_size,
-        mesh["fsdp"],
-        "ranks that shard the model",
+    distributed.require_sizes(
+        num_ranks,
+        fsdp_size=model.fsdp_config.fsdp_size,
+        sequence_size=model.ulysses_sequence_parallel_size,
+        expert_size=model.expert_parallel_size,
     )
 
 
