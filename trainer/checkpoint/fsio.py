@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Self
 
 from trainer.runtime.files import read_regular, regular_opener
@@ -292,10 +292,11 @@ def size_problem(root: Path, record: FileRecord) -> str | None:
 
     The text starts with the path. A symbolic link, or a file below one, counts as a problem.
     """
-    path = root / record.path
+    parents = PurePath(record.path).parents[:-1]  # without the root
     try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode) or path.resolve() != root.resolve() / record.path:
+        found = os.lstat(root / record.path)
+        is_linked = any((root / parent).is_symlink() for parent in parents)
+        if not stat.S_ISREG(found.st_mode) or is_linked:
             return f"{record.path} is not a file, or a symbolic link leads to it"
     except OSError as error:
         return f"{record.path}: {error.strerror or error}"
