@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exports import export_adapted, export_model, tensors_in
+from peft import PeftModel
 from quantized_files import PREDICTING, Files, write
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -115,14 +116,15 @@ def test_models_train_on_and_exports_are_bfloat16_without_a_trace(root, expected
             assert not different(model.state_dict(), theirs.state_dict()), form
 
 
-def adapt_and_merge(world: Any, path: Path, target: Path) -> None:
-    source, lora = ModelSource(str(path)), {"lora_rank": 4, "partial_pretrain": str(path)}
+def adapt_and_merge(world: Any, path: Path, target: Path, layers: str | list[str]) -> None:
+    source = ModelSource(str(path))
+    lora = {"lora_rank": 4, "target_modules": layers, "partial_pretrain": source.path}
     model = build(world, source, random_weights=False, **lora)
     export_adapted(world, model, source, target, dtype="bfloat16")
 
 
 def test_adapters_are_merged_with_the_dequantized_base(root, expected):
-    run_ranks(adapt_and_merge, 2, root / "cut blocks", root / "cut", timeout_s=300)
+    run_ranks(adapt_and_merge, 2, root / "cut blocks", root / "cut", "all-linear", timeout_s=300)
     pairs = load_file(root / "cut-adapter" / "adapter_model.safetensors")
     merged = load_file(root / "cut-merged" / "model.safetensors")
     config = json.loads((root / "cut-merged" / "config.json").read_text(encoding="utf-8"))
@@ -137,6 +139,21 @@ def test_adapters_are_merged_with_the_dequantized_base(root, expected):
             num_adapted += 1
         torch.testing.assert_close(merged[name], sum_, rtol=1e-2, atol=1e-3)
     assert num_adapted == 14
+
+
+@pytest.mark.parametrize("form", ["experts", "mxfp4"])
+def test_adapters_of_experts_are_merged_with_the_dequantized_base(root, expected, form):
+    layers = ["o_proj", "experts.gate_up_proj", "experts.down_proj"]
+    run_ranks(adapt_and_merge, 2, root / form, root / f"{form}-lora", layers, timeout_s=300)
+    merged = tensors_in(root / f"{form}-lora-merged")
+    assert merged.keys() == expected[form].keys()
+    base = AutoModelForCausalLM.from_pretrained(
+        root / form, dtype=torch.bfloat16, quantization_config=DEQUANTIZED[form]
+    )
+    adapted: Any = PeftModel.from_pretrained(base.float(), root / f"{form}-lora-adapter")
+    theirs = adapted.merge_and_unload().state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(root / f"{form}-lora-merged", dtype=torch.float32)
+    torch.testing.assert_close(ours.state_dict(), theirs, rtol=1e-2, atol=1e-3)
 
 
 def without_scales(files: Files) -> Files:

@@ -7,6 +7,7 @@ export reads the base weights again to combine them with the adapters into one m
 import hashlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from transformers import PreTrainedModel
 from trainer.checkpoint import fsio
 from trainer.checkpoint.shards import Shards
 from trainer.config import ConfigError
-from trainer.model.adapter_names import Places, is_adapter, unplaced
+from trainer.model import lora_layers
+from trainer.model.adapter_names import Places, is_adapter, placed, unplaced
 from trainer.model.quantized import weights_in
 from trainer.model.weight_files import weight_files
 from trainer.model.weights import StoredTensor
@@ -115,31 +117,64 @@ def base_tensors(directory: Path) -> dict[str, StoredTensor]:
     return weights_in(directory)
 
 
-def stored_name(names: Mapping[str, str], name: str) -> str:
-    """Return the name of a weight in a base model's files.
+@dataclass(frozen=True)
+class Change:
+    """A change that training made to a weight of the base model.
 
-    names: name in the model -> name in the files. Some files leave out the first component of the
-    name (the module without the head). Raises `ConfigError` if the files lack the weight.
+    trained: the `lora_A` parameter of its adapter, or the parameter with its new values;
+    is_transposed: the rows of the weight are inputs, but those of the adapter's product are
+    outputs.
     """
-    for known in (name, name.partition(".")[2]):
-        if known in names:
-            return names[known]
-    raise ConfigError(
-        f"the files of the base have no tensor '{name}' to merge an adapter with: adapters of "
-        f"experts, and of weights that the files store in another form, cannot be merged.\n"
-        f"Fix: hf_model in trainer.checkpoint.save_contents (of a checkpoint: --lora adapter)"
-    )
+
+    trained: str
+    is_transposed: bool = False
+
+    def applied(self, stored: Tensor, shards: Shards, adapter: Adapter) -> Tensor:
+        """Return the float32 sum of a base weight and its adapter's product, or the new values.
+
+        The sum equals peft's own merge into a float32 model.
+        """
+        if not is_adapter(self.trained):
+            return shards.whole(self.trained)
+        down = shards.whole(self.trained)
+        up = shards.whole(self.trained.replace(".lora_A.", ".lora_B."))
+        if stored.ndim == 3:  # E experts, R rank, I inputs, O outputs
+            down = down.view(len(stored), -1, down.shape[1])  # ERI
+            up = up.view(len(up), -1, len(stored)).permute(2, 0, 1)  # EOR
+        added = up @ down
+        if self.is_transposed:
+            added = added.mT
+        return stored.float() + added * adapter.scaling
 
 
-def merged(stored: Tensor, trained: str, shards: Shards, adapter: Adapter) -> Tensor:
-    """Return the float32 sum of a base tensor and the adapter whose `lora_A` parameter is
-    `trained`, or the parameter `trained` itself if it was trained in full.
+def changes_of(
+    adapter: Adapter,
+    names: Iterable[str],
+    in_full: Mapping[str, str],
+    text: PreTrainedModel | None,
+    places: Places,
+) -> dict[str, Change]:
+    """Return the changes of the base model's weights, by their names in the language model `text`.
 
-    The sum equals peft's own merge into a float32 model.
+    names: the saved parameters; in_full: the result of `Adapter.trained_in_full`; text: None if
+    transformers does not know the architecture.
     """
-    if not is_adapter(trained):
-        return shards.whole(trained)
-    added = shards.whole(trained.replace(".lora_A.", ".lora_B.")) @ shards.whole(trained)
-    if adapter.settings.get("fan_in_fan_out"):
-        added = added.T
-    return stored.float() + added * adapter.scaling
+    targets = adapter.settings.get("target_parameters") or ()
+    stacked = defaultdict[str, list[str]](list)
+    for weight in lora_layers.expert_weights(text) if text is not None else ():
+        if placed(weight, places) in targets:
+            stacked[weight.rpartition(".")[0]].append(weight)
+    changes = {name: Change(own_name) for name, own_name in in_full.items()}
+    for name in names:
+        if ".lora_A." not in name:
+            continue
+        layer = name.partition(".lora_")[0]
+        module = layer.replace(".base_layer", "")
+        weight = f"{layer}.weight"
+        is_transposed = bool(adapter.settings.get("fan_in_fan_out"))
+        if text is not None and module in stacked:
+            # peft wraps the module once for each weight; the wrapper of the last one is outermost
+            weight = stacked[module][-1 - layer.count(".base_layer")]
+            is_transposed = bool(text.get_submodule(module).is_transposed)
+        changes[weight] = Change(name, is_transposed)
+    return changes

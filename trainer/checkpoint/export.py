@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,9 +24,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import (
     Adapter,
+    Change,
     base_tensors,
-    merged,
-    stored_name,
+    changes_of,
 )
 from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.model_card import FILE_NAME as CARD
@@ -37,7 +37,7 @@ from trainer.model.adapter_names import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Places,
-    adapted_name,
+    is_adapter,
     peft_name,
 )
 from trainer.model.quantized import QUANTIZATION_CONFIG
@@ -73,9 +73,8 @@ class ExportPlan:
 
     layout: exported name -> tensor without memory, in the order of writing; files: file name ->
     names of its tensors; groups: exported name -> the tensors that it is made from; class_name: the
-    class that loads the export; base: the weights that adapters are merged with; adapted: name in
-    `base` -> the `lora_A` parameter that is added to it, or the parameter that replaces it. An
-    export without weights has no `files`.
+    class that loads the export; base: in a merged export, the tensors of the base model; changes:
+    name of a weight in the base model -> its change. An export without weights has no `files`.
     """
 
     source: ExportSource
@@ -85,7 +84,7 @@ class ExportPlan:
     class_name: str | None
     dtype: str
     base: Mapping[str, StoredTensor]
-    adapted: Mapping[str, str]
+    changes: Mapping[str, Change]
 
     @property
     def others(self) -> Mapping[str, StoredTensor]:
@@ -113,8 +112,13 @@ class ExportPlan:
                 )
             source = dataclasses.replace(source, whole=whole)
         if base:
-            own = {name: base[name] for names in self.files_of(share).values() for name in names}
-            base = {**base, **copied(own, directory)}
+            made_from = {
+                name: base[name]
+                for names in self.files_of(share).values()
+                for exported in names
+                for name in self.groups[exported].stored
+            }
+            base = {**base, **copied(made_from, directory)}
         return dataclasses.replace(self, source=source, base=base)
 
     def files_of(self, share: tuple[int, int]) -> dict[str, list[str]]:
@@ -148,53 +152,36 @@ def plan_export(
     that adapters cannot be merged with.
     """
     base: Mapping[str, StoredTensor] = {}
-    adapted: dict[str, str] = {}
+    changes: dict[str, Change] = {}
     in_full: dict[str, str] = {}
     places: Places = {}
     if source.adapter is not None:
         if architecture is not None and source.adapter.whole is not None:
             places = places_of(architecture, source.adapter.whole)
         in_full = source.adapter.trained_in_full(shapes, places)
-    is_adapter = source.adapter is not None and lora == "adapter"
-    if source.adapter is not None and not is_adapter:
-        base = base_tensors(source.adapter.base)
-        downs = [name for name in shapes if ".lora_A." in name]
-        names = {name: name for name in base}
-        unknown: list[str] = []
-        if architecture is not None:
-            known, unknown = match(architecture, source.adapter.whole, base)
-            names = {group.own[0]: group.stored[0] for group in known if group.converter is None}
-        adapted = {stored_name(names, adapted_name(name)): name for name in downs}
-        for name, own_name in in_full.items():
-            if name == own_name:
-                adapted[stored_name(names, name)] = own_name
-            elif name in base:  # files may store a tied head a second time
-                adapted[name] = own_name
-        stored = shapes_of(base)
-        shapes = {
-            name: tensor
-            for name, tensor in stored.items()
-            if tensor.is_floating_point() and name not in unknown
-        }
-        buffers = {name: tensor for name, tensor in stored.items() if name not in shapes}
-        architecture = None
     target_dtype = getattr(torch, dtype)
     own = {
         name: torch.empty(tensor.shape, dtype=target_dtype, device="meta")
         for name, tensor in shapes.items()
     }
     pattern, max_bytes = "model{suffix}.safetensors", MAX_FILE_BYTES
-    if source.adapter is not None and is_adapter:  # a single file with peft's names
+    if source.adapter is None:
+        own |= {name: tensor.to("meta") for name, tensor in buffers.items()}
+        groups = _stored_groups(own, architecture, source.whole)
+        if source.whole is not None:
+            pattern = "model-text{suffix}.safetensors"
+    elif lora == "adapter":  # a single file with peft's names
         names = {name: name for name in own} | in_full
         groups = [
             TensorGroup((peft_name(name, places),), (own_name,)) for name, own_name in names.items()
         ]
         pattern, max_bytes = ADAPTER_WEIGHTS, sys.maxsize
     else:
-        own |= {name: tensor.to("meta") for name, tensor in buffers.items()}
-        groups = _stored_groups(own, architecture, source.whole)
-        if source.whole is not None:
-            pattern = "model-text{suffix}.safetensors"
+        base = base_tensors(source.adapter.base)
+        changes = changes_of(source.adapter, shapes, in_full, architecture, places)
+        groups, others = _base_groups(base, changes, architecture, source.adapter.whole)
+        own = _base_shapes(groups, base, set(others), target_dtype)
+        architecture = None
     layout: dict[str, Tensor] = {}
     by_name: dict[str, TensorGroup] = {}
     for group in groups:
@@ -218,8 +205,65 @@ def plan_export(
         class_name=type(model).__name__ if model is not None else None,
         dtype=dtype,
         base=base,
-        adapted=adapted,
+        changes=changes,
     )
+
+
+def _base_groups(
+    base: Mapping[str, StoredTensor],
+    changes: Mapping[str, Change],
+    architecture: PreTrainedModel | None,
+    whole: PreTrainedModel | None,
+) -> tuple[list[TensorGroup], list[str]]:
+    """Return (the groups of a base model's tensors, in the order of its files; the names of tensors
+    outside the language model). A tensor without a change is a group of its own.
+
+    Raises `ConfigError` if the files lack a changed weight.
+    """
+    if architecture is not None:
+        known, others = match(architecture, whole, base)
+    else:
+        # files may leave out the first component of a name: the module without the head
+        own_names = {name.partition(".")[2]: name for name in changes}
+        own_names |= {name: name for name in changes}
+        known, others = [TensorGroup((n,), (own_names.get(n, n),)) for n in base], []
+    of_stored = {
+        name: group
+        for group in known
+        if not changes.keys().isdisjoint(group.own)
+        for name in group.stored
+    }
+    found = {name: of_stored.get(name, TensorGroup((name,), (name,))) for name in base}
+    groups = list({id(group): group for group in found.values()}.values())
+    present = {name for group in groups for name in group.own}
+    for name, change in changes.items():
+        is_tied_head = not is_adapter(change.trained) and change.trained != name
+        if name not in present and not is_tied_head:
+            raise ConfigError(
+                f"the files of the base model have no tensor for '{name}', so its adapter cannot be "
+                f"merged.\nFix: hf_model instead of merged_model in trainer.checkpoint.save_contents "
+                f"(of a checkpoint: --lora adapter)"
+            )
+    return groups, others
+
+
+def _base_shapes(
+    groups: list[TensorGroup],
+    base: Mapping[str, StoredTensor],
+    others: Set[str],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Return the model's tensors in the groups, without memory. Floating-point tensors have the
+    exported dtype; `others` and integers keep the dtype of the files.
+    """
+    stored = {
+        name: tensor.to(dtype) if tensor.is_floating_point() and name not in others else tensor
+        for name, tensor in shapes_of(base).items()
+    }
+    made: dict[str, Tensor] = {}
+    for group in groups:
+        made |= group.to_own([stored[name] for name in group.stored])
+    return made
 
 
 def _stored_groups(
@@ -298,13 +342,16 @@ def write_export(
     if not plan.files:
         return records
 
+    of_own = {name: group for group in plan.groups.values() for name in group.own}
+
     def read(name: str) -> Tensor:
-        if name not in plan.base:
+        if not plan.base:
             return buffers[name] if name in buffers else shards.whole(name)
-        stored = plan.base[name].whole()
-        if plan.source.adapter is None or name not in plan.adapted:
-            return stored
-        return merged(stored, plan.adapted[name], shards, plan.source.adapter)
+        group = of_own[name]
+        value = group.to_own([plan.base[stored].whole() for stored in group.stored])[name]
+        if plan.source.adapter is None or name not in plan.changes:
+            return value
+        return plan.changes[name].applied(value, shards, plan.source.adapter)
 
     mine = plan.files_of(share)
     tensors = _exported(plan, read, [name for names in mine.values() for name in names])
@@ -360,7 +407,7 @@ def _companions(plan: ExportPlan) -> dict[str, bytes]:
         if (tokenizer := files.get("tokenizer_config.json")) is not None:
             config = json.loads(tokenizer) | {"chat_template": source.chat_template}
             files["tokenizer_config.json"] = _as_json(config)
-    if source.adapter is not None and not plan.adapted:
+    if source.adapter is not None and not plan.changes:
         del files[CONFIG]
         files[ADAPTER_CONFIG] = _as_json(source.adapter.settings)
     else:

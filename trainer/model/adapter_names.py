@@ -28,11 +28,6 @@ def base_name(name: str) -> str:
     return name.replace("base_layer.", "")
 
 
-def adapted_name(name: str) -> str:
-    """Return the name of the base model's parameter that an adapter's parameter changes."""
-    return name.partition(".lora_")[0] + ".weight"
-
-
 def peft_name(name: str, places: Places) -> str:
     """Return the name of a trained parameter in `adapter_model.safetensors`."""
     return _PEFT + placed(name, places).replace(f".{NAME}.", ".")
