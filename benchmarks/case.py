@@ -1,15 +1,16 @@
 """The work that the CPU comparisons share, as files that any trainer can read.
 
-GSM8K chats, a byte-level BPE of 4,096 entries trained on them, and a Qwen2 of 5.4 M parameters with
-random weights (hidden size 256, 6 layers, 4 query and 2 key heads, tied embeddings). The samples
-lie in `samples.npz` in the order in which our trainer takes them, so every trainer sees the same
-tokens, labels and batches.
+GSM8K chats, a byte-level BPE of 4,096 entries trained on them, and a model with random weights, by
+default a Qwen2 of 5.4 M parameters (hidden size 256, 6 layers, 4 query and 2 key heads, tied
+embeddings). The samples are in `samples.npz` in the order in which our trainer takes them, so every
+trainer sees the same tokens, labels and batches.
 """
 
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -37,6 +38,41 @@ SIZE = {
 }
 QUICKSTART_CONFIG = json.loads((MODEL_DIR / "config.json").read_text(encoding="utf-8"))
 MODEL_CONFIG = {**QUICKSTART_CONFIG, **SIZE}
+MODELS: dict[str, dict[str, Any]] = {
+    "5m": {},
+    "149m": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 8,
+        "layer_types": ["full_attention"] * 8,
+        "vocab_size": 32_768,
+    },
+    # like Qwen3.5: of four layers, three have linear attention
+    "hybrid": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "head_dim": 64,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+        "num_hidden_layers": 8,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+    "mixture": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 176,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+}
+"""{name: what differs from `MODEL_CONFIG`}."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +114,19 @@ def read_chats(path: Path) -> list[dict[str, list[dict[str, str]]]]:
     ]
 
 
-def make_case(directory: Path, train_file: Path) -> Case:
+def make_case(directory: Path, train_file: Path, model: str = "5m") -> Case:
     """Write all files of the case into an empty directory."""
     case = Case(directory)
     case.model.mkdir(parents=True)
     chats = read_chats(train_file)
     case.train_file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    write_model(case.model, [message["content"] for chat in chats for message in chat["messages"]])
+    texts = [message["content"] for chat in chats for message in chat["messages"]]
+    write_model(case.model, texts, **MODELS[model])
     write_samples(case, prepare_tokens(case))
     return case
 
 
-def write_model(directory: Path, texts: list[str], **changes: int) -> None:
+def write_model(directory: Path, texts: list[str], **changes: Any) -> None:
     """Configuration, fp32 weights from `SEED`, and a tokenizer trained on `texts`."""
     (directory / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
     make_quickstart.write_tokenizer(directory, make_quickstart.train_tokenizer(texts))

@@ -2,12 +2,13 @@
 alternation.
 
     python benchmarks/speed_cpu.py --train-file train.jsonl --ranks 1 2 --dtypes bfloat16 float32
-    --rounds 3
+    --rounds 3 --model 5m --batch 32
 
-Every contender trains the same 5.4 M parameter Qwen2 from the same weights on the same batches of
-32 GSM8K chats, with AdamW, fp32 parameters (the bare loop: parameters of the compute dtype) and
-clipping. Rates are tokens between the end of step `SKIP` and of the last one, over the wall time
-between; padding is not counted. `benchmarks/peers/install.sh` makes the environment of the peers.
+Every contender trains the same model from the same weights on the same batches of GSM8K chats, with
+AdamW, fp32 parameters (the bare loop: parameters of the compute dtype) and clipping. Rates are
+tokens between the end of step `SKIP` and of the last one, over the wall time between; padding is
+not counted. The share of the GEMM ceiling is 0 for models that are not dense.
+`benchmarks/peers/install.sh` makes the environment of the peers.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from case import BATCH, LR, SEED, Case, make_case
+from case import BATCH, LR, MODELS, SEED, Case, make_case
 from flops import training_flops
 from measuring import (
     PEERS_VENV,
@@ -67,7 +68,14 @@ CONTENDERS = {contender.name: contender for contender in (OURS, *TRL, PLAIN, BAR
 
 
 def run_one(
-    contender: Contender, case: Case, *, ranks: int, dtype: str, steps: int, name: str
+    contender: Contender,
+    case: Case,
+    *,
+    ranks: int,
+    dtype: str,
+    steps: int,
+    batch: int,
+    name: str,
 ) -> dict[str, Any]:
     """Rates, losses and peak memory of one run of `steps` steps."""
     log = case.directory / f"{name}.log"
@@ -77,14 +85,20 @@ def run_one(
             "-m",
             "trainer.launch",
             str(ranks),
-            *our_overrides(case, dtype, steps, name),
+            *our_overrides(case, dtype, steps, batch, name),
         ]
         rows_file = case.directory / "runs" / name / "metrics.jsonl"
         threads = None
     else:
         rows_file = case.directory / f"{name}.jsonl"
         words = peer_command(
-            contender, case, ranks=ranks, dtype=dtype, steps=steps, output=rows_file
+            contender,
+            case,
+            ranks=ranks,
+            dtype=dtype,
+            steps=steps,
+            batch=batch,
+            output=rows_file,
         )
         threads = NUM_CPUS // ranks
     wall_s, peak_bytes = run_command(words, cwd=REPOSITORY, threads=threads, log=log)
@@ -111,12 +125,12 @@ def run_one(
     }
 
 
-def our_overrides(case: Case, dtype: str, steps: int, name: str) -> list[str]:
+def our_overrides(case: Case, dtype: str, steps: int, batch: int, name: str) -> list[str]:
     overrides = {
         "data.train_files": case.train_file,
         "data.cache_dir": case.cache_dir,
         "data.val_ratio": 0,
-        "data.train_batch_size": BATCH,
+        "data.train_batch_size": batch,
         "model.partial_pretrain": case.model,
         "model.fsdp_config.param_dtype": dtype,
         "optim.lr": LR,
@@ -131,7 +145,14 @@ def our_overrides(case: Case, dtype: str, steps: int, name: str) -> list[str]:
 
 
 def peer_command(
-    contender: Contender, case: Case, *, ranks: int, dtype: str, steps: int, output: Path
+    contender: Contender,
+    case: Case,
+    *,
+    ranks: int,
+    dtype: str,
+    steps: int,
+    batch: int,
+    output: Path,
 ) -> list[str]:
     assert contender.script is not None
     python = PEERS_VENV / "bin" / "python"
@@ -139,7 +160,7 @@ def peer_command(
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     options = {"--case": case.directory, "--steps": steps, "--dtype": dtype, "--output": output}
-    options["--micro-batch"] = contender.micro_batch
+    options |= {"--micro-batch": min(contender.micro_batch, batch), "--batch": batch}
     words = [str(word) for pair in options.items() for word in pair]
     return [
         *launcher,
@@ -149,10 +170,10 @@ def peer_command(
     ]
 
 
-def flops_per_token(case: Case, steps: int) -> float:
-    """Of the batches that are timed."""
+def flops_per_token(case: Case, steps: int, batch: int) -> float:
+    """Of the batches that are timed, in a dense model with full attention."""
     data = np.load(case.samples)
-    part = slice(SKIP * BATCH, steps * BATCH)
+    part = slice(SKIP * batch, steps * batch)
     lengths = np.diff(data["offsets"])[part]
     first, last = data["offsets"][part.start], data["offsets"][part.stop]
     config = json.loads((case.model / "config.json").read_text())
@@ -175,7 +196,13 @@ def measure(arguments: argparse.Namespace, case: Case) -> list[dict[str, Any]]:
                 continue
             label = f"{name.replace(' ', '_')}-{dtype}-{ranks}-{number}"
             run = run_one(
-                contender, case, ranks=ranks, dtype=dtype, steps=arguments.steps, name=label
+                contender,
+                case,
+                ranks=ranks,
+                dtype=dtype,
+                steps=arguments.steps,
+                batch=arguments.batch,
+                name=label,
             )
             runs[dtype, ranks, name].append(run)
             print(
@@ -212,14 +239,17 @@ def main() -> None:
     parser.add_argument(
         "--contenders", nargs="+", choices=list(CONTENDERS), default=["ours", "trl", BARE.name]
     )
+    parser.add_argument("--model", choices=list(MODELS), default="5m")
+    parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     ceilings = {name: gemm_gflops(getattr(torch, name)) for name in arguments.dtypes}
     with tempfile.TemporaryDirectory() as directory:
-        case = make_case(Path(directory, "case"), arguments.train_file)
-        flops = flops_per_token(case, arguments.steps)
+        case = make_case(Path(directory, "case"), arguments.train_file, arguments.model)
+        is_dense = arguments.model in ("5m", "149m")
+        flops = flops_per_token(case, arguments.steps, arguments.batch) if is_dense else 0.0
         rows = measure(arguments, case)
     for row in rows:
         row["share of the GEMM ceiling"] = (
