@@ -181,4 +181,4 @@ def test_a_lost_log_is_said_at_resume(start, run_dir):
     start(code=75, before=partial(stop_in_step, 5))
     (run_dir / "metrics.jsonl").unlink()
     output = start(code=75, before=partial(stop_in_step, 6))
-    assert "ends at step 0, but the checkpoint is of step 5" in output
+    assert "ends at step 0, but the checkpoint was saved at step 5" in output

@@ -18,6 +18,8 @@ from trainer.model import nf4
 from trainer.quickstart import MODEL_DIR
 from trainer.train.start.compose import as_word
 
+MIXTURE = "qwen3_moe"
+"""The family whose experts can be adapted, and held by several ranks."""
 Row = dict[str, str]
 """{feature: value}."""
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -30,7 +32,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "reshard": ("auto", "true", "false"),
     "offload": ("false", "true"),
     "recompute": ("false", "true", "selective", "offload"),
-    "trained": ("all", "lora", "some", "lora on nf4", "lora and ends"),
+    "experts": ("1", "2"),
+    "trained": ("all", "lora", "some", "lora on nf4", "lora and ends", "lora on experts"),
     "loss": ("cross_entropy", "dft"),
     "optimizer": ("adamw", "muon"),
     "states": ("float32", "bfloat16", "bfloat16 parameters"),
@@ -45,9 +48,17 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "async_save": ("true", "false"),
     "num_workers": ("0", "1"),
 }
+ADAPTERS = [value for value in FEATURES["trained"] if value.startswith("lora")]
 REFUSED: list[Row] = [
     {"sequence": "2", "attention": "per_document"},
     {"sequence": "2", "family": "qwen3_next"},
+    {"experts": "2", "offload": "true"},
+    {"experts": "2", "fsdp_size": "1"},
+    # six ranks cannot hold equal numbers of four experts
+    {"experts": "2", "fsdp_size": "-1", "ranks": "4", "resumed on": "more"},
+    *({"experts": "2", "trained": value} for value in ADAPTERS),
+    *({"experts": "2", "family": name} for name in FEATURES["family"] if name != MIXTURE),
+    *({"trained": "lora on experts", "family": n} for n in FEATURES["family"] if n != MIXTURE),
 ]
 """Values that cannot meet."""
 FROZEN = ("embed_tokens", r"layers\.0\.")
@@ -87,10 +98,13 @@ class Places:
         if not path.exists():
             model = AutoModelForCausalLM.from_pretrained(self.model(row))
             ends = ["embed_tokens", "lm_head"] if row["trained"] == "lora and ends" else None
+            is_on_experts = row["trained"] == "lora on experts"
+            experts = ["experts.gate_up_proj", "experts.down_proj"] if is_on_experts else None
             config = LoraConfig(
                 r=4,
                 lora_alpha=8,
                 target_modules=list(ADAPTED),
+                target_parameters=experts,
                 modules_to_save=ends,
                 ensure_weight_tying=ends is not None,
                 init_lora_weights=False,
@@ -205,6 +219,7 @@ KEYS = {
     "attention": "model.attention",
     "sequence": "model.ulysses_sequence_parallel_size",
     "fsdp_size": "model.fsdp_config.fsdp_size",
+    "experts": "model.expert_parallel_size",
     "reshard": "model.fsdp_config.reshard_after_forward",
     "offload": "model.fsdp_config.cpu_offload",
     "recompute": "model.enable_gradient_checkpointing",

@@ -123,6 +123,7 @@ def tried(row: Row, places: Places, run_dir: Path) -> list[str]:
     (later / "latest_checkpointed_iteration.txt").write_text(str(SAVE_FREQ))
     if num_later == 1:
         words += ["model.ulysses_sequence_parallel_size=1", "model.fsdp_config.fsdp_size=-1"]
+        words += ["model.expert_parallel_size=1"]
         if row["micro-batches"] == "tokens":
             words.append(f"data.max_token_len_per_gpu={MAX_LENGTH}")
     output = whole_runs.train(later, num_later, *words)

@@ -196,7 +196,7 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
             "qwen3_vl",
             {},
             [],
-            r"no language model alone for its text part \('qwen3_vl_text'\)",
+            r"no language model for its text part \('qwen3_vl_text'\) alone",
         ),
         (
             "qwen2",
@@ -211,13 +211,13 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
             "'q_porj' matches the name of no trained parameter; examples of names are model.embed",
         ),
         ("qwen2", {}, ["optim.groups=[{match: '('}]"], "is not a regular expression"),
-        ("t5", {}, [], "an encoder with a decoder; only language models of a decoder alone"),
+        ("t5", {}, [], "an encoder-decoder model"),
         ("gemma3", {"quantization_config": {"quant_method": "gptq"}}, [], "is quantized"),
         (
             "gemma3",
             {"architectures": ["OwnModel"]},
             [],
-            r"its class \(OwnModel\) is none of transformers' own",
+            r"its class \(OwnModel\) is not a class of transformers",
         ),
         (
             "gemma3",

@@ -105,6 +105,7 @@ def test_packing_above_the_limit_is_refused_and_auto_says_why(tmp_path, kind):
         reason = design_model(model_config(), source, max_length=max_length).reason
         assert is_packed == (reason is None) != ("data.max_length=16 or less" in str(reason))
     with pytest.raises(
-        ConfigError, match=r"model.attention=packed.*longest beside it above 16 tokens"
+        ConfigError,
+        match=r"model.attention=packed.*above 16 tokens, its rotary positions depend on the longest document",
     ):
         design_model(model_config(attention="packed"), source, max_length=17)

@@ -30,4 +30,4 @@ def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, ca
     assert "1 conversations are trained turn by turn" in apart
     assert "3 samples, " in apart and "without their reasoning" not in apart
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
-    assert "3 turns are not rendered as their generation prompt begins" in lines(opens)
+    assert "3 turns do not begin with their generation prompt" in lines(opens)

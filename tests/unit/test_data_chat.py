@@ -101,7 +101,7 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
 def test_unusable_tokenizers():
     with pytest.raises(DataError, match="no chat template"):
         encoded(chat("one"), make_tokenizer(None))
-    with pytest.raises(DataError, match="chat template is broken in line 2"):
+    with pytest.raises(DataError, match="chat template has an error in line 2"):
         encoded(chat("one"), make_tokenizer("{{ bos_token }}\n{% for %}"))
     slow = make_tokenizer(fixtures.CHATML)
     slow.__class__ = type("SlowTokenizer", (type(slow),), {"is_fast": False})

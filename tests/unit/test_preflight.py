@@ -43,7 +43,10 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
     "model.partial_pretrain=no-tokenizer": (2, "no-tokenizer has no tokenizer"),
     "model.partial_pretrain=no-weights": (2, "no-weights has no weights"),
     "model.partial_pretrain=half": (2, "b.safetensors"),
-    "model.partial_pretrain=some/model": (2, "run `hf download some/model` elsewhere"),
+    "model.partial_pretrain=some/model": (
+        2,
+        "run `hf download some/model` on a machine with a network",
+    ),
     "experiment=broken.yaml": (2, "recipe broken.yaml, line 2"),
     "--experiment=gsm8k": (2, "is not of the form key=value"),
     "learning_rate=1e-5": (2, "docs/coming_from.md"),

@@ -141,10 +141,10 @@ class Change:
         if stored.ndim == 3:  # E experts, R rank, I inputs, O outputs
             down = down.view(len(stored), -1, down.shape[1])  # ERI
             up = up.view(len(up), -1, len(stored)).permute(2, 0, 1)  # EOR
-        added = up @ down
+        added = (up @ down).float().mul_(adapter.scaling)
         if self.is_transposed:
             added = added.mT
-        return stored.float() + added * adapter.scaling
+        return added.add_(stored)  # in place: stacked experts are large
 
 
 def changes_of(

@@ -238,6 +238,6 @@ def _name(files: str | list[str], dotted: str) -> str:
     stem = Path(first).stem.removesuffix(".jsonl")  # as in a.jsonl.gz
     if not re.fullmatch(NAME, stem):
         raise ConfigError(
-            f"'{dotted}' needs a `name`: that of its file '{first}' cannot be used in metrics"
+            f"'{dotted}' needs a `name`, because metrics cannot contain the name of '{first}'"
         )
     return stem

@@ -143,6 +143,6 @@ count_or_all = at_least(1, special=-1)
 not_empty = where(lambda value: value.strip() if isinstance(value, str) else value, "is empty")
 duration = where(parse_duration_s, "must be a duration such as 3h30m, 90m or 45s; got '{}'")
 inside_checkpoints = where(
-    lambda name: ".." not in name.split("/"), "must not lead out of checkpoints/: {}"
+    lambda name: ".." not in name.split("/"), "must not point outside checkpoints/: {}"
 )
 """The check of a name that becomes part of a path."""

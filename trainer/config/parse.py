@@ -93,7 +93,10 @@ def unknown_key(dotted: str, siblings: list[str]) -> str:
     """
     known = {name.rpartition(".")[2]: name for name in [*keys_of(Config), *siblings]}
     near = difflib.get_close_matches(dotted.rpartition(".")[2], known, n=1, cutoff=0.7)
-    hint = "no key has a similar name; `train --help` lists all, docs/coming_from.md those of other trainers"
+    hint = (
+        "no key has a similar name. `train --help` lists all keys, docs/coming_from.md the "
+        "equivalents in other trainers"
+    )
     if near:
         hint = f"did you mean '{known[near[0]]}'?"
     return f"unknown configuration key '{dotted}': {hint}"

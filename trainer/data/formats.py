@@ -190,7 +190,7 @@ class RowParser:
             masks.append(values == 1)
         if record.get("labels") is not None:
             values = _integers(record, "labels", len(ids))
-            known = "the id at the same place (not that of the next token) and -100"
+            known = "the token id at the same position (labels are not shifted) and -100"
             _require("labels", values, (values == UNSUPERVISED) | (values == ids), known)
             masks.append(values != UNSUPERVISED)
         if not masks:
@@ -259,11 +259,11 @@ def _proposal(row: Row) -> str:
 
     prompt, response = first(PROMPT_NAMES), first(RESPONSE_NAMES)
     if chat := first(CHAT_NAMES):
-        return f"a column of messages is read with data.messages_key={chat}"
+        return f"for a column of messages set data.messages_key={chat}"
     if prompt and response:
-        return f"such columns are read with data.prompt_key={prompt} data.response_key={response}"
+        return f"for these columns set data.prompt_key={prompt} data.response_key={response}"
     if text := first(TEXT_NAMES):
-        return f"a column of plain text is read with data.text_key={text}"
+        return f"for a column of plain text set data.text_key={text}"
     return "for single-turn columns set data.prompt_key and data.response_key"
 
 

@@ -68,8 +68,8 @@ class Renderings:
                 parts.append(part)
             elif together is None:
                 raise problem or UnusableError(
-                    f"chat template: message {index + 1} (assistant) is not rendered as its "
-                    f"generation prompt begins; change data.apply_chat_template_kwargs or "
+                    f"chat template: the rendering of message {index + 1} (assistant) does not begin "
+                    f"with its generation prompt; change data.apply_chat_template_kwargs or "
                     f"data.chat_template, or set data.turns=together"
                 )
         if len(parts) == len(trained):
@@ -182,8 +182,8 @@ class Renderings:
                 if cut > 0 and text.startswith(header[:cut], len(base)):
                     return len(base) + cut
         raise UnusableError(
-            f"chat template: message {index + 1} cannot be masked, its rendering changes with the "
-            f"messages that follow; {FIX}"
+            f"chat template: message {index + 1} cannot be masked, because its rendering depends on "
+            f"later messages; {FIX}"
         )
 
     def _turn_end(self, index: int, start: int, limit: int) -> int:

@@ -177,7 +177,7 @@ def prepare_blocks(
     except BrokenProcessPool as error:
         raise RuntimeError(
             f"one of {num_processes} processes that prepare data was killed, most likely because "
-            f"memory ran out.\nFix: fewer CPU cores make fewer of them (taskset -c 0-3 …)"
+            f"memory ran out.\nFix: allow fewer CPU cores, which starts fewer processes (taskset -c 0-3 …)"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -112,7 +112,7 @@ def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
         records = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"'{path}' is not JSON: {error}.\nFix: name a file with one object per line .jsonl"
+            f"'{path}' is not JSON: {error}.\nFix: if it has one object per line, rename it to .jsonl"
         ) from error
     if not isinstance(records, list):
         kind = type(records).__name__

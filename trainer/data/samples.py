@@ -46,9 +46,9 @@ class MappedFile:
         is_same_size = now[0] == self._state[0]
         if not is_same_size or hashlib.sha256(self.array.data).hexdigest() != self._sha256:
             raise ResumableError(
-                f"prepared tokens changed while the run trained on them: {self._path}.\nFix: find "
-                f"what writes to data.cache_dir, and start again with the same command: it "
-                f"prepares the tokens again, and continues from the last checkpoint"
+                f"prepared tokens changed while the run trained on them: {self._path}.\nFix: stop "
+                f"what writes to data.cache_dir, then run the same command: it prepares the "
+                f"tokens again and continues from the last checkpoint"
             )
         self._state = now
 

@@ -29,7 +29,7 @@ lines they fill a screen.
 """
 TURNS = {
     "num_apart": "conversations are trained turn by turn (data.turns)",
-    "num_unlike_prompt": "turns are not rendered as their generation prompt begins",
+    "num_unlike_prompt": "turns do not begin with their generation prompt",
     "num_without_reasoning": "assistant turns are rendered without their reasoning",
 }
 """{count in `Summary`: log text about turns that are not trained as they stand}."""
@@ -198,8 +198,8 @@ def announce(
     _log("batch", f"{len(rows):,} rows; ranks: {plan.num_data_ranks} ({device})")
     if len(train) < schedule.batch_size:
         logger.warning(
-            f"data.train_batch_size={schedule.batch_size:,} is more than all samples: each step "
-            f"trains {len(rows):,}. Fix: set it to {len(rows):,} or less, or give more data"
+            f"data.train_batch_size={schedule.batch_size:,} exceeds the number of samples, so each "
+            f"step trains {len(rows):,}. Fix: set it to {len(rows):,} or less, or add data"
         )
     _log("steps", f"{total_steps:,}, {schedule.steps_per_epoch:,} an epoch; {lr}")
     sample = int(train.of_rows(rows)[0])

@@ -124,8 +124,8 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template is broken in line {error.lineno}: {error}; see "
-                f"data.chat_template"
+                f"the chat template has an error in line {error.lineno}: {error}.\nFix: correct it, "
+                f"or set data.chat_template"
             ) from error
         except Exception as error:  # templates run arbitrary expressions on the row
             raise UnusableError(

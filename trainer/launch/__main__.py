@@ -99,7 +99,7 @@ def _train(launch: "Launch", overrides: list[str]) -> int:
     if has_peers:
         place = f"{layout.node_rank} of {layout.num_nodes}"
         meeting = f"{layout.master_addr}:{layout.master_port}"
-        print(labelled("machine", f"{place}, meeting at {meeting}"), flush=True)
+        print(labelled("machine", f"{place}, rendezvous at {meeting}"), flush=True)
     devices = "GPUs" if launch.num_gpus else "CPU"
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     # to stderr: if stdout is broken, a rank reports that

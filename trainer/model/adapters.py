@@ -156,9 +156,7 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             module, _, weight = name.rpartition(".")
             of_experts[module].append(weight)
     if of_experts and not layers:
-        raise ConfigError(
-            f"{said}: it adapts experts alone.\nFix: name a linear layer too, as o_proj"
-        )
+        raise ConfigError(f"{said} adapts only experts.\nFix: add a linear layer, such as o_proj")
     if of_experts and config.lora_dropout:
         raise ConfigError(
             f"model.lora_dropout={config.lora_dropout}: adapters of experts do not support dropout.\n"
@@ -276,7 +274,8 @@ def _load(adapters: dict[str, nn.Parameter], file: Path, places: Places) -> None
     own = {peft_name(name, places): parameter for name, parameter in adapters.items()}
     if odd := sorted(stored.keys() ^ own.keys()):
         raise ConfigError(
-            f"{file} is an adapter of other layers: {odd[0]} ({len(odd)} names differ)"
+            f"{file} does not fit this model: {len(odd)} names of tensors differ, such as {odd[0]}.\n"
+            f"Fix: choose an adapter of this model"
         )
     for name in own:
         load.fill(TensorGroup((name,), (name,)), own, stored)

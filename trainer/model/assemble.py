@@ -57,7 +57,7 @@ def design_model(config: ModelConfig, source: ModelSource, *, max_length: int) -
         reason = "model.attention=per_document"
     elif config.attention == "packed" and reason is not None:
         raise ConfigError(
-            f"model.attention=packed: this model cannot be packed: {reason}.\n"
+            f"model.attention=packed: documents cannot be packed for this model: {reason}.\n"
             f"Fix: model.attention=auto"
         )
     require_adapters(config)

@@ -227,8 +227,8 @@ def require_kernel() -> None:
         inspect.signature(varlen_attn).bind(*range(7), **dict.fromkeys(names))
     except (ImportError, TypeError) as error:
         raise ConfigError(
-            f"the varlen_attn of torch {torch.__version__} cannot be called as packing on CUDA "
-            f"needs it ({error}).\nFix: install torch 2.13 to 2.15, or set model.attention=per_document"
+            f"torch {torch.__version__} has no varlen_attn with the arguments that packing on CUDA "
+            f"needs ({error}).\nFix: install torch 2.13 to 2.15, or set model.attention=per_document"
         ) from error
 
 

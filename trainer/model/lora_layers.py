@@ -23,8 +23,8 @@ _ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
 _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names of an expert's layers that peft may convert to stacked weights."""
 _NO_HEAD = (
-    "the embeddings and the output head cannot have adapters here: the head holds the loss, and "
-    "may share the embeddings' weight"
+    "embeddings and the output head cannot have adapters, because the head computes the loss and "
+    "may share the weight of the embeddings"
 )
 _NO_MIXER = "the fused kernels of Mamba read its weight directly, past an adapter"
 
@@ -62,8 +62,8 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
             hint = did_you_mean(target, list(ends))
             if target in ends:
                 hint = (
-                    f"a string is a regular expression of whole names; "
-                    f"model.target_modules=[{target}] names these layers"
+                    f"a string is a regular expression that must match whole names; for the layers "
+                    f"that end in {target}, write model.target_modules=[{target}]"
                 )
             raise ConfigError(
                 f"{said}: '{target}' names no layer of this model{hint and f'; {hint}'}.\n{fix}"

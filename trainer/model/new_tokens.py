@@ -41,8 +41,8 @@ def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, di
         tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     except Exception as error:  # tokenizers raises only plain `Exception`
         raise ConfigError(
-            f"model.new_tokens: {source / 'tokenizer.json'} cannot be read ({error}); tokens are "
-            f"added there: make it with "
+            f"model.new_tokens: {source / 'tokenizer.json'} cannot be read ({error}), so "
+            f"no token can be added.\nFix: create it with "
             f"AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')"
         ) from error
     known = [token for token in tokens if tokenizer.token_to_id(token) is not None]

@@ -52,7 +52,7 @@ def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | Non
     limit = rope.length_limit(config)
     if limit is not None and max_length > limit:
         return (
-            f"its rotary positions of a document follow the longest beside it above {limit} tokens "
+            f"above {limit} tokens, its rotary positions depend on the longest document of the batch "
             f"(packed with data.max_length={limit} or less)"
         )
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
@@ -117,14 +117,11 @@ def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
     """Raise `ConfigError` for models for which the fused head would be wrong."""
     name = f"model.partial_pretrain={source.path}: {type(model).__name__}"
     if type(model.get_output_embeddings()) is not nn.Linear:
-        raise ConfigError(
-            f"{name} has no linear output head, and cannot be trained here: name a causal language "
-            f"model"
-        )
+        raise ConfigError(f"{name} has no linear output head.\nFix: choose a causal language model")
     if model.base_model is model:
         raise ConfigError(
-            f"{name} has no part without the output head (base_model_prefix), and cannot be "
-            f"trained here"
+            f"{name} has no submodule without the output head (base_model_prefix), so it cannot be "
+            f"trained"
         )
 
 
@@ -179,7 +176,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ConfigError(
-            f"{type(model).__name__} has no list of decoder layers, and cannot be trained here"
+            f"{type(model).__name__} has no list of decoder layers, so it cannot be trained"
         )
     sizes = [sum(parameter.numel() for parameter in layers.parameters()) for layers in lists]
     return list(lists[sizes.index(max(sizes))])
@@ -209,7 +206,7 @@ def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
     if model.is_packed:
         arguments["position_ids"] = batch.position_ids_T[None]
     elif len(batch.seqlens) > 1:
-        raise RuntimeError("several documents in one batch of a model that takes them one by one")
+        raise RuntimeError("a batch has several documents, but this model takes one at a time")
     if model.attends_packed:
         arguments |= {
             "cu_seq_lens_q": batch.cu_seqlens_D1,

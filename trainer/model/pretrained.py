@@ -88,8 +88,8 @@ class ModelSource:
                 quantized.require_supported(settings, name)
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(
-                f"{name} is a '{config.model_type}', an encoder with a decoder; only language "
-                f"models of a decoder alone can be trained"
+                f"{name} is a '{config.model_type}', an encoder-decoder model.\n"
+                f"Fix: choose a decoder-only language model"
             )
         return config
 
@@ -146,8 +146,8 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
         if source.whole is None:
             return None
         raise ConfigError(
-            f"model.random_weights=true: the other parts of {source.path} have no weights then; "
-            f"name a directory whose config.json is that of the text part alone (its 'text_config')"
+            f"model.random_weights=true: the other parts of {source.path} would have no weights.\n"
+            f"Fix: use a directory whose config.json is the 'text_config' of that model"
         )
     found = source.weights
     others = {name: found.files[name] for name in sorted(found.others)}

@@ -77,10 +77,10 @@ def _local(name: str) -> Path | None:
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(f"model.partial_pretrain={name} is a file; give the directory it lies in")
+        raise ConfigError(f"model.partial_pretrain={name} is a file.\nFix: give its directory")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(
-            f"model.partial_pretrain={name}: there is no such directory. Fix: give one with "
+            f"model.partial_pretrain={name}: there is no such directory.\nFix: give one with "
             f"config.json and weights, or a Hub id such as Qwen/Qwen2.5-0.5B"
         )
     return None
@@ -91,7 +91,7 @@ def _problem(path: Path, *, random_weights: bool) -> str | None:
     if problem := _config_problem(path):
         return problem
     if not any(True for pattern in _TOKENIZER for _ in path.glob(pattern)):
-        return "has no tokenizer (tokenizer.json, or the files it is made from); copy it there"
+        return "has no tokenizer.\nFix: copy tokenizer.json, or the files it is made from, to that directory"
     if random_weights or path == MODEL_DIR:
         return None
     try:
@@ -100,7 +100,7 @@ def _problem(path: Path, *, random_weights: bool) -> str | None:
         return f"lacks weights: {error}"
     if not files:
         return (
-            f"has no weights ({SINGLE_FILE} or {INDEX}). Fix: write a pytorch_model.bin anew with "
+            f"has no weights ({SINGLE_FILE} or {INDEX}). Fix: convert a pytorch_model.bin with "
             f"transformers' save_pretrained, or start from random weights with "
             f"model.random_weights=true"
         )
@@ -188,8 +188,8 @@ def _asking(name: str) -> Iterator[None]:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"model.partial_pretrain={name} is neither a directory here nor whole in the Hub's "
-            f"cache ({constants.HF_HUB_CACHE}), and cannot be downloaded: {reason}\n"
-            f"Fix: without a network, run `hf download {name}` elsewhere and copy its cache here, "
+            f"model.partial_pretrain={name} is not a local directory, is not complete in the "
+            f"Hub's cache ({constants.HF_HUB_CACHE}), and cannot be downloaded: {reason}\n"
+            f"Fix: run `hf download {name}` on a machine with a network and copy its cache here, "
             f"or give a local directory"
         ) from error

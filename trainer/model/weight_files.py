@@ -29,7 +29,7 @@ def read_index(path: Path) -> dict[str, str]:
         weight_map: dict[str, str] = json.loads((path / INDEX).read_bytes())["weight_map"]
         names = set(weight_map.values())
         if outside := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"{outside[0]!r} is not the name of a file")
+            raise ValueError(f"{outside[0]!r} leads to a different directory")
         missing = sorted(name for name in names if not (path / name).exists())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path / INDEX} is not an index of weights: {error!r}") from error

@@ -125,8 +125,8 @@ class TensorGroup:
             pattern: self.patterns.count(pattern) for pattern in self.patterns
         }:
             raise ConfigError(
-                f"{self.own[0]} cannot be stored as {self.stored[0]}, …: transformers makes others "
-                f"of it"
+                f"{self.own[0]} cannot be stored as {self.stored[0]}, …, because transformers makes "
+                f"different tensors of it"
             )
         return {
             name: by_pattern[pattern].pop(0)
@@ -187,15 +187,15 @@ def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
             AutoModelForCausalLM.register(type(text), mapping[type(config)])
     if type(text) not in mapping:
         raise ConfigError(
-            f"{kind} transformers has no language model alone for its text part "
-            f"('{text.model_type}')"
+            f"{kind} transformers has no language model for its text part ('{text.model_type}') "
+            f"alone"
         )
     known, *_ = config.architectures or ("",)
     nameless: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING
     found: Any = getattr(transformers, known, None) if known else nameless.get(type(config), None)
     if found is None:
         raise ConfigError(
-            f"{kind} its class ({known or 'none is named'}) is none of transformers' own"
+            f"{kind} its class ({known or 'none is named'}) is not a class of transformers"
         )
     try:
         with torch.device("meta"):
@@ -315,7 +315,7 @@ def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
     for name, places in found.items():
         if len(places) != 1:
             raise ConfigError(
-                f"{type(whole).__name__} has no one place for {name} of its {type(text).__name__}"
+                f"{type(whole).__name__} does not contain {name} of its {type(text).__name__} once"
             )
     beginnings = {f"{name}.": f"{place}." for name, (place,) in found.items()}
     state = whole.state_dict()
@@ -323,6 +323,6 @@ def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
         own = state.get(placed(name, beginnings))
         if own is None or own.shape != tensor.shape:
             raise ConfigError(
-                f"{type(whole).__name__} has no one place for {name} of its {type(text).__name__}"
+                f"{type(whole).__name__} does not contain {name} of its {type(text).__name__} once"
             )
     return beginnings

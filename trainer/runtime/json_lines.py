@@ -157,7 +157,7 @@ class AppendFile:
             self._descriptor = self._open()
         except OSError as error:
             raise CannotWriteError(
-                f"cannot open {path}: {error}.\nFix: free space, choose another directory, or move "
+                f"cannot open {path}: {error}.\nFix: free space, choose a different directory, or move "
                 f"{path} away: a run writes this file itself and follows no link"
             ) from error
 

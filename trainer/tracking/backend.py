@@ -168,7 +168,7 @@ class Sink:
         try:
             self._queue.put_nowait((call, args))
         except queue.Full:
-            self._drop(f"{self._call_name}() hangs or is too slow, {CAPACITY} calls wait")
+            self._drop(f"{self._call_name}() hangs or is too slow: {CAPACITY} calls are waiting")
 
     def finish(self, exit_code: int) -> None:
         """Ask the backend to close. `wait` returns when it has closed or its time is up."""

@@ -121,7 +121,7 @@ class Tracking:
         with self._lock:
             if self._has_started:
                 raise RuntimeError(
-                    f"Tracking.start({step}) comes too late: attempt {self.attempt} has started"
+                    f"Tracking.start({step}) was called too late: attempt {self.attempt} has started"
                 )
             self._has_started = True
             info.resume_step = step

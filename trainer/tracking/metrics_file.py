@@ -69,7 +69,7 @@ class MetricsRow:
         """
         if kind in MARKERS:
             raise ValueError(
-                f"rows of kind '{kind}' are written by Tracking alone: choose another kind"
+                f"rows of kind '{kind}' are written by Tracking alone: choose a different kind"
             )
         numbers: dict[str, float] = {}
         for key, value in data.items():

@@ -19,7 +19,7 @@ FILE_NAME = "run.json"
 NOTHING_SENT = -1
 """Stands for the last step sent while a tracker run is new. Step 0 is the state before training."""
 ELSEWHERE = (
-    "Fix: log into another directory (run_dir, trainer.default_local_dir or "
+    "Fix: log into a different directory (run_dir, trainer.default_local_dir or "
     "trainer.experiment_name)"
 )
 

@@ -85,9 +85,9 @@ def _tokenizer(trained: Trained) -> Iterator[str]:
         yield f"tokenizer: cannot be loaded: {error}"
         return
     if exported.chat_template != trained.tokenizer.chat_template:
-        yield "chat template: it differs from that of the training"
+        yield "chat template: it differs from the template used in training"
     if exported.get_vocab() != trained.tokenizer.get_vocab():
-        yield "tokenizer: its vocabulary differs from that of the training"
+        yield "tokenizer: its vocabulary differs from the one used in training"
 
 
 def _adapter(trained: Trained) -> Iterator[str]:
@@ -99,7 +99,7 @@ def _adapter(trained: Trained) -> Iterator[str]:
     base, _ = model_of(trained.export)
     expected = trained.manifest.fingerprints.get(BASE_WEIGHTS)
     if expected and digest(base) != expected:
-        yield f"base: the weights in '{base}' differ from those the adapter was trained for"
+        yield f"base: the weights in '{base}' differ from the weights that the adapter was trained on"
 
 
 def _tensors(trained: Trained) -> Iterator[str]:

@@ -166,7 +166,7 @@ def require_vllm(python: str) -> None:
         if run_in(python, "-c", code).returncode == 0:
             return
     raise ConfigError(
-        f"{python} is no Python that has vllm.\nFix: pip install vllm, or --python with one that has it"
+        f"{python} cannot import vllm.\nFix: pip install vllm, or name an interpreter that has it with --python"
     )
 
 

@@ -62,7 +62,7 @@ def require_isolation() -> str:
     if os.geteuid() == 0:
         raise ConfigError(
             "the programs of a model cannot be limited: you are root, and bubblewrap is missing or "
-            "may not run.\nFix: apt-get install bubblewrap, or run this command as another user"
+            "may not run.\nFix: apt-get install bubblewrap, or run this command as a user without root rights"
         )
     return (
         "programs run WITHOUT a sandbox: they can read and write your files and use the network. "

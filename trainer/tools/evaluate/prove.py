@@ -117,7 +117,7 @@ def read_trained(checkpoint: Path) -> Trained:
     samples = data.validation
     if not rows or samples is None:
         raise ConfigError(
-            f"'{log}' has no validation at step {info.step}.\nFix: prove another checkpoint, or "
+            f"'{log}' has no validation at step {info.step}.\nFix: prove a different checkpoint, or "
             f"train with trainer.test_freq and data.val_files so that saved steps are validated"
         )
     num_loss_tokens = int(samples.counts(np.arange(len(samples)))[1].sum())

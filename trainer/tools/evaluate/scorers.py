@@ -101,7 +101,7 @@ def _question(row: Any, answer_key: str, place: str) -> Question:
         turns = turns[:-1]
     if not is_chat or not turns:
         raise DataError(
-            f"{place}: the row asks nothing.\n"
+            f"{place}: the row has no question.\n"
             f"Fix: give it {PROMPT} (text) or {MESSAGES} (a list of role and content)"
         )
     return Question(turns, expected, place)

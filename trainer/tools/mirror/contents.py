@@ -75,7 +75,7 @@ def look(storage: Storage) -> MirrorState:
 def claim(trainer: TrainerConfig, storage: Storage) -> None:
     """Write the run's name into a new mirror. This also proves that the mirror is writable.
 
-    Raises `ConfigError` if the mirror belongs to another run, and `StorageError`.
+    Raises `ConfigError` if the mirror belongs to a different run, and `StorageError`.
     """
     found = parsed(storage.read(run_info.FILE_NAME) or b"{}")
     if not isinstance(found, dict):  # cut short
@@ -89,7 +89,7 @@ def claim(trainer: TrainerConfig, storage: Storage) -> None:
             f"'{storage.url}' mirrors the run '{claimed['experiment_name']}' of project "
             f"'{claimed['project_name']}', not '{trainer.experiment_name}' of "
             f"'{trainer.project_name}'.\n"
-            f"Fix: give each run a mirror of its own, {KEY}=…/${{trainer.project_name}}/"
+            f"Fix: give each run its own mirror, {KEY}=…/${{trainer.project_name}}/"
             f"${{trainer.experiment_name}}"
         )
 

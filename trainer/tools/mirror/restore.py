@@ -93,7 +93,7 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Non
         raise ConfigError(
             f"trainer.resume_mode=disable, but '{storage.url}' holds checkpoints up to step "
             f"{max(held.steps)}; they are not overwritten.\n"
-            f"Fix: resume_mode=auto to continue, or another trainer.experiment_name and {KEY}"
+            f"Fix: resume_mode=auto to continue, or a new trainer.experiment_name and {KEY}"
         )
     problems = [f"step {step}: {reason}" for step, reason in held.incomplete.items()]
     try:
@@ -114,7 +114,7 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Non
         raise choice.cannot_use(run_dir, error) from error
     raise NoUsableCheckpointError(
         "\n  ".join([f"'{storage.url}' holds checkpoints, but none to continue from:", *problems])
-        + f"\nFix: restore one, or start over with another trainer.experiment_name and {KEY}"
+        + f"\nFix: restore one, or start over with a new trainer.experiment_name and {KEY}"
     )
 
 

@@ -78,7 +78,7 @@ class Uploader:
         """Bring the mirror up to date.
 
         Raises `StorageError`, `OSError` for a fault in the run directory, or `ConfigError` if the
-        mirror belongs to another run. The start could not notice that if the storage was
+        mirror belongs to a different run. The start could not notice that if the storage was
         unreachable.
         """
         state = self._local_state()

@@ -60,5 +60,5 @@ def check_disk(config: Config, plan: MemoryPlan) -> Checked:
     )
     if free_bytes >= number * one_bytes * SPARE:
         return Checked("ok", what)
-    fix = f"free some space, choose another disk, or {KEEP_FEWER}"
+    fix = f"free some space, choose a different disk, or {KEEP_FEWER}"
     return Checked("fail" if free_bytes < one_bytes * SPARE else "warn", what, fix)

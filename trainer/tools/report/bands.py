@@ -147,7 +147,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "Read a tokenized sample back, and check which weights were loaded.",
     ),
     "by_heart": (
-        "The samples are probably known by heart: too many passes over too few samples.",
+        "The model has probably memorized the samples: too many passes over too few samples.",
         "Fewer {epochs}, more data, an earlier checkpoint.",
     ),
     "unstable": ("Training is unstable: the learning rate is too high.", "lower_rate", "clip"),

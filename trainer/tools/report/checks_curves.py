@@ -285,7 +285,7 @@ def warmup(run: AnalysedRun, rates: Series) -> Findings:
         yield warn(
             f"The learning rate does not rise in its warm-up of {length} steps.",
             steps=inside.ends,
-            cause="The scheduler is not stepped, or was restored from another run.",
+            cause="The scheduler is not stepped, or was restored from a different run.",
             remedy=("Check {warmup} and how often the scheduler is stepped.",),
         )
     elif not learning_rate(rates, (), run.total_steps).warmup_steps:

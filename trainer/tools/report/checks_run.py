@@ -26,7 +26,7 @@ def checkpoints(run: AnalysedRun) -> Findings:
                 id=f"step-{state.step}",
                 steps=(state.step, state.step),
                 evidence=(*state.faults, str(state.path)),
-                cause="The save was cut off, or files were removed.",
+                cause="The save was interrupted, or files were removed.",
                 remedy=("Resume from an older one; delete this directory.",),
             )
 

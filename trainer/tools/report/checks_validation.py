@@ -160,7 +160,7 @@ def validation_rises(run: AnalysedRun, _: Series) -> Findings:
         f"The validation loss rose {rises} times in a row, from {number(before)} to "
         f"{number(after)}{', up to the end' if is_to_the_end else ''}.",
         steps=part.ends,
-        cause="The model learns its samples by heart, or training has become unstable.",
+        cause="The model memorizes its samples, or training has become unstable.",
         remedy=(f"Stop training and take {run.checkpoint(best)}.",),
     )
 

@@ -89,7 +89,7 @@ def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
     if has_locks is False:
         what = f"{key}={directory} is on a file system without locks: two processes may share it"
         fix = (
-            "choose another, mount it with locks (NFS: no `nolock`; Lustre: `flock`), or accept it "
+            "choose a different one, mount it with locks (NFS: no `nolock`; Lustre: `flock`), or accept it "
             "with trainer.checkpoint.require_lock=false"
         )
         yield Checked("fail" if needs_lock else "warn", what, fix)
@@ -100,7 +100,7 @@ def resume(launch: Launch) -> Iterator[Checked]:
     config = launch.config
     run_dir = Path(config.trainer.default_local_dir)
     if is_live(run_dir):
-        fix = "wait for that run or stop it, or choose another trainer.experiment_name"
+        fix = "wait for that run or stop it, or choose a new trainer.experiment_name"
         yield Checked("fail", f"a run trains in {run_dir} now", fix)
     found = preflight.find_candidates(config)
     for note in found.notes:

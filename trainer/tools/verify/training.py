@@ -92,7 +92,7 @@ def check_resume(runs: Runs) -> Checked:
     run, saved_before, resumed_from = killed
     if resumed_from < saved_before:
         what = f"step {saved_before} was saved, but the killed run resumed from {resumed_from}"
-        return Checked("fail", what, "use another file system for TMPDIR and the run directory")
+        return Checked("fail", what, "use a different file system for TMPDIR and the run directory")
     straight = runs.straight.run_dir
     found = compare_runs(straight, run.run_dir, steps=NUM_STEPS)
     if not found.differences:

@@ -17,7 +17,7 @@ def require_usable_rules(rules: Sequence[GuardRule]) -> None:
             known = [key for key in metrics.METRICS if metrics.is_signal(key)]
             hint = did_you_mean(rule.metric, known) or f"choose one of {', '.join(known)}"
             raise ConfigError(
-                f"{place}.metric' is '{rule.metric}', which the guard does not see: {hint}"
+                f"{place}.metric' is '{rule.metric}', which the guard cannot read: {hint}"
             )
         # the device must decide to skip an update before the other metrics are known
         can_skip = rule.metric in (LOSS, GRAD_NORM) and rule.below is None and rule.num_steps == 1

@@ -107,7 +107,7 @@ def _parse_override(word: str) -> dict[str, Any]:
     if written != word:  # Python reads bytes that are not UTF-8 as lone surrogates
         raise ConfigError(
             f"'{written}' is not valid UTF-8, but torch and safetensors need valid UTF-8. "
-            f"Fix: rename the directory or file, or choose another one"
+            f"Fix: rename the directory or file, or choose a different one"
         )
     if "=" not in word or word.startswith(("-", "~")):
         raise ConfigError(f"'{word}' is not of the form key=value{SEE_HELP}")

@@ -287,7 +287,7 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
     is_own = found.path.resolve().parent == setup.run_dir.resolve()
     if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
         logger.warning(
-            "metrics.jsonl ends at step %d, but the checkpoint is of step %d: histories and report "
+            "metrics.jsonl ends at step %d, but the checkpoint was saved at step %d: histories and report "
             "lack the rows between them",
             parts.tracking.past.last_step,
             step,

@@ -38,7 +38,7 @@ class DataFiles:
 def require_usable(config: Config) -> None:
     """Check the run directory in the same way as a start does.
 
-    Raises `ConfigError` if the directory belongs to another run or none of its checkpoints is
+    Raises `ConfigError` if the directory belongs to a different run or none of its checkpoints is
     usable, and `CannotWriteError` if the directory cannot be written.
     """
     trainer = config.trainer
