@@ -109,8 +109,8 @@ def base_tensors(directory: Path) -> dict[str, StoredTensor]:
     files = weight_files(directory)
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise ConfigError(
-            f"'{directory}' has no safetensors to merge adapters with.\n"
-            f"Fix: hf_model in trainer.checkpoint.save_contents exports the adapters alone"
+            f"'{directory}' has no safetensors files to merge adapters with.\n"
+            f"Fix: export only the adapters, with hf_model in trainer.checkpoint.save_contents"
         )
     return weights_in(directory)
 
@@ -125,9 +125,10 @@ def stored_name(names: Mapping[str, str], name: str) -> str:
         if known in names:
             return names[known]
     raise ConfigError(
-        f"the files of the base have no tensor '{name}' to merge an adapter with: adapters of "
-        f"experts, and of weights that the files store in another form, cannot be merged.\n"
-        f"Fix: hf_model in trainer.checkpoint.save_contents (of a checkpoint: --lora adapter)"
+        f"the files of the base model have no tensor '{name}' to merge an adapter with: adapters "
+        f"on experts, and on weights that the files store differently, cannot be merged.\n"
+        f"Fix: export only the adapters, with hf_model in trainer.checkpoint.save_contents or, for "
+        f"a checkpoint, with --lora adapter"
     )
 
 

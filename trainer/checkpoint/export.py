@@ -1,7 +1,7 @@
 """`huggingface/`: the model as transformers and vLLM load it, made from a checkpoint's shards.
 
 Tensors are read from the shard files one by one, written as safetensors, and read back. An export
-needs no model, GPU or other rank. So it can run in the background of training, or later on any
+needs no model, GPU or other rank, so it can run in the background during training, or later on any
 machine.
 """
 
@@ -46,18 +46,18 @@ from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint, ma
 
 MAX_FILE_BYTES = 5 * 10**9
 OTHER_PARTS = "model-other-parts.safetensors"
-"""The file of tensors that are exported unchanged. The shards do not contain them, so every
-checkpoint has this file if the model has such tensors.
+"""The file of tensors that are exported unchanged. The shards do not contain these tensors, so
+every checkpoint of a model that has them contains this file.
 """
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The values, besides the shards, that an export needs from the run.
+    """The values that an export needs from the run, in addition to the shards.
 
-    chat_template: None for the tokenizer's own template, whose files are copied byte for byte;
-    whole: set if the model's files contain untrained tensors, which the export then contains too;
-    adapter: set if the run trains adapters.
+    chat_template: None for the tokenizer's template, whose files are copied byte for byte; whole:
+    set if the model's files contain untrained tensors, which are then exported too; adapter: set if
+    the run trains adapters.
     """
 
     files: ModelFiles
@@ -109,7 +109,9 @@ class ExportPlan:
             whole = dataclasses.replace(source.whole, others=others)
             if whole.others_digest != source.whole.others_digest:
                 raise ConfigError(
-                    "the weights of the model changed while the run started; start again"
+                    f"the weights in model.partial_pretrain={source.files.directory} changed while "
+                    f"the run started.\n"
+                    f"Fix: run the same command again when nothing writes to that directory"
                 )
             source = dataclasses.replace(source, whole=whole)
         if base:
@@ -239,8 +241,9 @@ def _stored_groups(
     groups, unknown = match(architecture, several, names)
     if unknown or {name for group in groups for name in group.own} != own.keys():
         raise ConfigError(
-            f"{type(architecture).__name__} cannot be exported: transformers {__version__} "
-            f"does not load what it would save ({', '.join(unknown[:5])})"
+            f"{type(architecture).__name__} cannot be exported: transformers {__version__} would "
+            f"save tensors that it cannot load again ({', '.join(unknown[:5])}).\n"
+            f"Fix: install a transformers version that can, or train a different model"
         )
     order = {name: place for place, name in enumerate(own)}
     return sorted(groups, key=lambda group: min(order[name] for name in group.own))
@@ -260,7 +263,7 @@ def require_export(info: layout.CheckpointInfo) -> None:
     if not {path.name for path in export.glob("*.safetensors")} - {OTHER_PARTS}:
         raise ConfigError(
             f"'{export}' holds no weights: trainer.checkpoint.save_contents had no hf_model.\n"
-            f"Fix: take a checkpoint that was saved with it"
+            f"Fix: choose a checkpoint that was saved with hf_model"
         )
 
 

@@ -40,7 +40,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class CheckpointManager:
-    """Owns the `<run_dir>/global_step_*` directories of one run. Its methods are collective."""
+    """Writes and loads the `global_step_*` directories of one run. Its methods are collective."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class CheckpointManager:
     def prepare(self) -> None:
         """Check that a checkpoint fits on the disk, and copy the tensors that exports need.
 
-        After this, no save reads the model directory. Raises `ConfigError`, `CannotWriteError`.
+        Afterwards, no save reads the model directory. Raises `ConfigError`, `CannotWriteError`.
         """
         state = [part.state_dict() for part in self._state.values()]
         needed_bytes = self._saver.size_bytes(state)
@@ -156,7 +156,7 @@ class CheckpointManager:
     def _try(self, snapshot: Snapshot, *, in_background: bool) -> None:
         step = snapshot.position.step
         if not self._is_finite(snapshot):
-            error = "a parameter or a moment of the optimizer is not finite: that is never saved"
+            error = "a parameter or optimizer moment is not finite, and such a state is never saved"
             self._note(step, SaveFailedError(error), 0.0)
             return
         self._saver.prepare()
@@ -191,9 +191,11 @@ class CheckpointManager:
             ) from outcome
         if isinstance(outcome, SaveFailedError):
             self._num_failed_in_a_row += 1
-            self._failed_at, self._last_error = time.monotonic(), str(outcome)
+            self._failed_at = time.monotonic()
+            # the fix in the error may be outdated when this ends the run, which has its own
+            self._last_error = str(outcome).partition(".\nFix:")[0]
             self._metrics["checkpoint/failed_in_a_row"] = self._num_failed_in_a_row
-            text = f"its checkpoint failed, older ones are unchanged: {outcome}"
+            text = f"the save failed, and older checkpoints are unchanged: {outcome}"
             self._tell("checkpoint_failed", step, text, "warn")
             return
         self._num_failed_in_a_row, self._committed_step = 0, step
@@ -245,7 +247,7 @@ class CheckpointManager:
                 break
         else:
             logger.warning(
-                "no checkpoint from well before step %d to return to; training continues: %s",
+                "there is no checkpoint from well before step %d to return to, so training continues: %s",
                 onset,
                 reason,
             )
@@ -260,7 +262,7 @@ class CheckpointManager:
         return info, self._on_main(decide)
 
     def settle(self, step: int, history: History) -> None:
-        """Point to the checkpoint of `step`, and delete checkpoints that need not be kept."""
+        """Point to the checkpoint of `step`, and delete checkpoints that are no longer needed."""
 
         def point_and_delete() -> None:
             self._saver.require_lock()

@@ -33,10 +33,10 @@ def export_from_shards(
     """Create the directory `target` with an export made from the shards of a committed checkpoint.
 
     lora: `adapter` or `merged`; base: the directory of the model that the adapters were trained on,
-    if it was moved. Needs no GPU and no process group, and works while the run trains. All files
-    are verified before use. `target` appears only when it is complete. Raises `ConfigError` if the
-    checkpoint is damaged or not committed, or if `target` cannot be a new directory, and
-    `CannotWriteError` if `target` cannot be written.
+    if that model was moved. This needs no GPU and no process group, and works while the run trains.
+    All files are verified before use. `target` appears only when it is complete. Raises
+    `ConfigError` if the checkpoint is damaged or not committed, or if `target` cannot be a new
+    directory, and `CannotWriteError` if `target` cannot be written.
     """
     manifest = _require_exportable(checkpoint, target)
     adapter = _adapter_of(checkpoint, manifest, base)
@@ -54,7 +54,7 @@ def export_from_shards(
 
     # Memory-mapped files stay readable after the run deletes them.
     buffers = read_torch(checkpoint / layout.extra_file(manifest.world_size, 0))["buffers"]
-    shards = Shards.read(checkpoint, _shard_files(manifest))
+    shards = Shards.read(checkpoint, manifest.shard_files(layout.model_file))
     shapes = {
         name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()
     }
@@ -73,7 +73,7 @@ def export_from_shards(
         with suppress(OSError):
             fsio.remove_tree(staging)
         if isinstance(error, OSError):
-            raise CannotWriteError(f"'{target}' cannot be made: {error}") from error
+            raise CannotWriteError(f"'{target}' cannot be created: {error}") from error
         raise
 
 
@@ -86,17 +86,20 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
     if info.manifest is None:
         raise ConfigError(f"'{checkpoint}' cannot be exported: {info.reason}")
     if os.path.lexists(target):
-        raise ConfigError(f"'{target}' exists already: name a new directory")
+        raise ConfigError(f"'{target}' exists already.\nFix: name a new directory")
     if not target.parent.is_dir():
-        raise ConfigError(f"'{target}' cannot be made: there is no directory '{target.parent}'")
+        raise ConfigError(
+            f"'{target}' cannot be created: there is no directory '{target.parent}'.\n"
+            f"Fix: create it, or name a different directory"
+        )
     if target.parent.resolve().is_relative_to(checkpoint.resolve()):
         raise ConfigError(
-            f"'{target}' would be deleted with its checkpoint: name a directory outside of "
-            f"'{checkpoint}'"
+            f"'{target}' would be deleted with its checkpoint.\n"
+            f"Fix: name a directory outside of '{checkpoint}'"
         )
     manifest = info.manifest
     needed = {
-        *_shard_files(manifest),
+        *manifest.shard_files(layout.model_file),
         layout.extra_file(manifest.world_size, 0),
         ADAPTER_CONFIG,
         f"{layout.HUGGINGFACE}/{OTHER_PARTS}",
@@ -110,11 +113,6 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
     if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
         raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
     return manifest
-
-
-def _shard_files(manifest: Manifest) -> list[str]:
-    ranks = range(manifest.num_shards)
-    return [layout.model_file(manifest.world_size, rank) for rank in ranks]
 
 
 def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adapter | None:
@@ -133,7 +131,7 @@ def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adap
     if not base.is_dir() or digest(base) != manifest.fingerprints.get(BASE_WEIGHTS):
         raise ConfigError(
             f"'{base}' does not hold the weights that the adapters in '{checkpoint}' were "
-            f"trained for.\nFix: name the directory that does, with --base"
+            f"trained for.\nFix: give the directory that holds them, with --base"
         )
     return adapter
 

@@ -1,4 +1,4 @@
-"""One save, from a snapshot to a committed checkpoint: the protocol between ranks, phase by phase.
+"""One save, from a snapshot to a committed checkpoint, as a protocol between ranks with phases.
 
 A crash at any point leaves the older checkpoints unchanged, and the new one complete or absent.
 """
@@ -43,11 +43,11 @@ UNDECIDED = ("ready", "commit")
 
 
 class SaveFailedError(RuntimeError):
-    """The save was given up on all ranks alike. The message names the rank and the cause."""
+    """The save was given up on all ranks. The message names the rank and the cause."""
 
 
 class UnresolvedSaveError(SaveFailedError):
-    """Some ranks gave no answer in time, and the new checkpoint may or may not exist."""
+    """Some ranks did not answer in time, and the new checkpoint may or may not exist."""
 
 
 class NoAnswerError(SaveFailedError):
@@ -57,9 +57,9 @@ class NoAnswerError(SaveFailedError):
 class Agreement:
     """Exchanges the ranks' reports on each phase of a save, with a deadline.
 
-    It has its own gloo group, so that a save may run in the background. If a rank is slow or gone,
-    the others wait until the deadline but never hang. They then give up the group, and `renew`
-    creates a new one. Creating an `Agreement` is collective.
+    It uses a separate gloo group, so that a save can run in the background. If a rank is slow or
+    gone, the others wait until the deadline but never hang. They then give up the group, and
+    `renew` creates a new one. Creating an `Agreement` is collective.
     """
 
     def __init__(self, world: World, *, timeout_s: float) -> None:
@@ -143,7 +143,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 class Saver:
     """Writes the checkpoints of one run. The constructor, `prepare` and `save` are collective.
 
-    `save` uses its own process group: each rank may call it in any thread, one save at a time.
+    `save` uses a separate process group: each rank may call it in any thread, one save at a time.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Saver:
     ) -> None:
         """`model`: the sharded model; its weights are not read. `keep`: number of checkpoints to
         keep, None for all. `lock`: the run lock, on the main rank only. `card`: returns the model
-        card for measured values by name.
+        card, given measured values by name.
         """
         self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
         self.fingerprints, self._lock, self._card = fingerprints, lock, card

@@ -29,8 +29,8 @@ from trainer.config import ConfigError
 from trainer.model.adapter_names import is_adapter
 from trainer.model.weights import StoredTensor, bytes_of, stored_in
 
-# torch warns for every file that its mesh has no process group in this process. Only the local
-# tensors are used.
+# torch warns for every file that its mesh has no process group in this process. That is harmless,
+# because only the local tensors are used.
 logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
 
 
@@ -62,13 +62,16 @@ def read_torch(path: Path) -> Any:
         if isinstance(error, pickle.UnpicklingError):
             reason = "is a pickle that would run code, and was not run"
         raise CorruptShardError(
-            f"{path} {reason}.\nFix: move the checkpoint away and continue from another one"
+            f"{path} {reason}.\n"
+            f"Fix: move the checkpoint out of the run directory, and continue from an older one"
         ) from error
 
 
 def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Return the parameters that a checkpoint holds: all, or with adapters only those that are
-    trained, because the base weights below adapters never change.
+    """Return the parameters that a checkpoint holds.
+
+    These are all parameters or, with adapters, the trained parameters, because the base weights
+    never change.
     """
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     if not any(map(is_adapter, named)):
@@ -116,7 +119,7 @@ class Shards:
         """Return the pieces of a tensor, in rank order. Raises `CorruptShardError`."""
         if not all(name in part for part in self.parts):
             raise CorruptShardError(
-                f"{self.directory.name} has no tensor '{name}': it was saved from another model"
+                f"{self.directory.name} has no tensor '{name}': it was saved from a different model"
             )
         return [part[name] for part in self.parts]
 
@@ -132,7 +135,7 @@ class Shards:
 def as_shard(parameter: Tensor, like: DTensor) -> Tensor:
     """Return a parameter as a DTensor.
 
-    FSDP leaves a parameter unsharded if each rank holds all of it; it is returned as its own shard.
+    FSDP leaves a parameter unsharded if each rank holds all of it. This wraps it as one shard.
     """
     if isinstance(parameter, DTensor):
         return parameter
@@ -173,14 +176,14 @@ def copy_slice(
     """
     if tuple(saved[0].shape) != tuple(live.shape):
         raise CorruptShardError(
-            f"'{name}' was saved as {tuple(saved[0].shape)}, the model has {tuple(live.shape)}"
+            f"'{name}' was saved as {tuple(saved[0].shape)}, but the model has {tuple(live.shape)}"
         )
     # A wider dtype loses nothing.
     if torch.promote_types(saved[0].dtype, live.dtype) != live.dtype and not may_round:
         raise ConfigError(
             f"'{name}' was saved as {saved[0].dtype}; loading it as {live.dtype} would lose precision.\n"
-            f"Fix: {key}=float32, or start a new run from the checkpoint's huggingface/ with "
-            f"model.partial_pretrain and another trainer.experiment_name"
+            f"Fix: set {key}=float32, or start a new run with trainer.experiment_name=<new name> "
+            f"and model.partial_pretrain=<the checkpoint's huggingface/>"
         )
     if not isinstance(saved[0], DTensor) and not isinstance(live, DTensor):
         live.copy_(saved[0])
@@ -200,7 +203,7 @@ def copy_slice(
 def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -> Iterator[Tensor]:
     """Yield rows `begin` to `end` of a tensor as views of its pieces, which are in rank order.
 
-    Only the local tensors are used, because the mesh in a file is that of the run that saved it.
+    Only the local tensors are used, because the mesh in a file belongs to the run that saved it.
     """
     if not isinstance(saved[0], DTensor):
         raise CorruptShardError(f"'{name}' is not a sharded tensor")
@@ -293,7 +296,7 @@ def _read_back(path: Path, layout: Mapping[str, Tensor], digests: Mapping[str, b
     """Compare every tensor in a file with the tensor that was written. Raises `OSError`."""
     with safe_open(path, framework="pt") as reader:
         if set(reader.keys()) != set(digests):
-            raise OSError(f"{path}: read back other tensors than were written")
+            raise OSError(f"{path}: the tensors read back are not the tensors that were written")
         for name, digest in digests.items():
             tensor = reader.get_tensor(name)
             expected = layout[name]

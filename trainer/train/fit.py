@@ -128,7 +128,6 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     if found is None:
         return False
     target, rollbacks = found
-    assert target.manifest is not None, "it is committed"
     before = run.guard.state_dict()
     run.batches.rewind(target.manifest.position, skipped_steps=rollbacks.skipped_steps)
     run.checkpoints.load(target)

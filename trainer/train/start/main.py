@@ -23,7 +23,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_card import model_card
 from trainer.checkpoint.model_files import CONFIG
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.start import choose, decide_start, position_of
+from trainer.checkpoint.start import choose, decide_start, is_own, position_of
 from trainer.config import SELECTIVE, Config, ConfigError, parse_duration_s
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import TrainLoader, ValidationBatches
@@ -284,12 +284,13 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
     if step < setup.total_steps:
         text = f"{found.path}, continuing at step {step + 1} of {setup.total_steps}"
         logger.info(labelled("resume", text))
-    is_own = found.path.resolve().parent == setup.run_dir.resolve()
-    if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
+    if parts.tracking is None or not is_own(found, setup.run_dir):
+        return
+    if (last_step := parts.tracking.past.last_step) < step:
         logger.warning(
-            "metrics.jsonl ends at step %d, but the checkpoint is of step %d: histories and report "
-            "lack the rows between them",
-            parts.tracking.past.last_step,
+            "metrics.jsonl ends at step %d, but the checkpoint is of step %d, so histories and "
+            "report lack the rows in between",
+            last_step,
             step,
         )
 
