@@ -89,8 +89,8 @@ SAFEGUARDS = (
     Mutation(
         "what a living reader has is removed",
         LAYOUT,
-        "        return try_lock(descriptor) is not True\n",
-        "        return False\n",
+        "            return try_lock(file.fileno()) is not True\n",
+        "            return False\n",
         "unit/test_checkpoint_reading.py",
     ),
     Mutation("a file may be overwritten", FSIO, 'open(path, "xb")', 'open(path, "wb")', SYNCED),

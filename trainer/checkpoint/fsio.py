@@ -12,6 +12,7 @@ success the second time. The error ends this save, and the next save writes new 
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -270,8 +271,7 @@ def _named(path: Path) -> Iterator[None]:
 
 def free_bytes(path: Path) -> int:
     """Return the bytes free for this user on a directory's file system. Quotas are ignored."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    return shutil.disk_usage(path).free
 
 
 def await_files(root: Path, records: Iterable[FileRecord], *, deadline: float) -> None:

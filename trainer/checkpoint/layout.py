@@ -208,13 +208,13 @@ def publish(run_dir: Path, step: int) -> None:
     if unmarked or read_pointer(run_dir).step != step:
         fsio.atomic_write(run_dir / POINTER, str(step).encode())
     if unmarked:
-        mark(step_dir, PUBLISHED)
+        mark_published(step_dir)
 
 
-def mark(step_dir: Path, name: str) -> None:
-    """Create an empty file durably, even if an earlier attempt was interrupted."""
-    if name not in fsio.list_dir(step_dir):
-        fsio.write_file(step_dir / name, b"", root=step_dir)
+def mark_published(step_dir: Path) -> None:
+    """Create the mark durably, even if an earlier attempt was interrupted."""
+    if PUBLISHED not in fsio.list_dir(step_dir):
+        fsio.write_file(step_dir / PUBLISHED, b"", root=step_dir)
     fsio.fsync_dir(step_dir)
 
 
@@ -231,17 +231,13 @@ def quarantine(path: Path, reason: str) -> Path:
 
 def is_in_use(reading: Path) -> bool:
     """Return False if the reader of a `READING_PREFIX` directory is known to be dead."""
+    opener = regular_opener(os.O_RDWR, follow_links=False)
     try:
         # NFS gives an exclusive lock only on a file that is open for writing.
-        descriptor = regular_opener(os.O_RDWR, follow_links=False)(str(reading / IN_USE), 0)
+        with os.fdopen(opener(str(reading / IN_USE), 0), "rb") as file:
+            return try_lock(file.fileno()) is not True
     except OSError:
         return True
-    try:
-        return try_lock(descriptor) is not True
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
 
 
 def leftovers(run_dir: Path) -> list[str]:

@@ -11,11 +11,13 @@ from transformers import CONFIG_MAPPING, PreTrainedModel, __version__
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, digest
 from trainer.checkpoint.export import OTHER_PARTS, ExportSource, plan_export, write_export
+from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
 from trainer.checkpoint.model_card import FILE_NAME as CARD
 from trainer.checkpoint.model_files import CONFIG, ModelFiles
-from trainer.checkpoint.shards import Shards, read_torch
+from trainer.checkpoint.shards import read_torch
+from trainer.checkpoint.state import read_shards
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.model.adapter_names import ADAPTER_CONFIG
@@ -38,7 +40,8 @@ def export_from_shards(
     `ConfigError` if the checkpoint is damaged or not committed, or if `target` cannot be a new
     directory, and `CannotWriteError` if `target` cannot be written.
     """
-    manifest = _require_exportable(checkpoint, target)
+    info = _require_exportable(checkpoint, target)
+    manifest = info.manifest
     adapter = _adapter_of(checkpoint, manifest, base)
     exported = checkpoint / layout.HUGGINGFACE
     files = ModelFiles.read(exported)
@@ -54,7 +57,7 @@ def export_from_shards(
 
     # Memory-mapped files stay readable after the run deletes them.
     buffers = read_torch(checkpoint / layout.extra_file(manifest.world_size, 0))["buffers"]
-    shards = Shards.read(checkpoint, manifest.shard_files(layout.model_file))
+    shards = read_shards(info, layout.model_file)
     shapes = {
         name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()
     }
@@ -77,8 +80,8 @@ def export_from_shards(
         raise
 
 
-def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
-    """Verify the files that an export reads, and return the manifest.
+def _require_exportable(checkpoint: Path, target: Path) -> CheckpointInfo:
+    """Verify the files that an export reads, and return the checkpoint.
 
     The weights of an earlier export are not verified. Raises `ConfigError`.
     """
@@ -112,7 +115,7 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
     )
     if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
         raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
-    return manifest
+    return info
 
 
 def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adapter | None:

@@ -9,7 +9,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.layout import PUBLISHED, TRASH_PREFIX, CheckpointInfo
+from trainer.checkpoint.layout import TRASH_PREFIX, CheckpointInfo
 from trainer.checkpoint.rollback import STEPS_BEFORE_ONSET
 from trainer.errors import CannotWriteError
 from trainer.runtime.evaluations import read_summaries
@@ -43,7 +43,7 @@ def settle(
             if info.step < step and not info.published:
                 # An earlier attempt to publish it failed. A later start must not prefer it to the
                 # pointer's checkpoint.
-                layout.mark(info.path, PUBLISHED)
+                layout.mark_published(info.path)
         best = worth_keeping(run_dir, history, found)
         rotate(run_dir, keep=keep, protect=protect | best)
     except (OSError, MemoryError) as error:

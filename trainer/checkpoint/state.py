@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from trainer.checkpoint import layout, shards
 from trainer.checkpoint.layout import CheckpointInfo
@@ -158,9 +158,7 @@ def rank_state(state: State, step: int) -> dict[str, Any]:
     found: dict[str, Any] = {"step": step}
     for name, part in state.items():
         if name not in APART:
-            found[name] = part.state_dict()
-            if is_sharded(part):
-                found[name] = {key: shards.compact(v) for key, v in found[name].items()}
+            found[name] = tree_map(shards.compact, part.state_dict())
     return found
 
 

@@ -46,7 +46,7 @@ class StepResult:
     """Metrics that are bit-equal on all ranks, so the guard and its rules may act on them."""
     row: dict[str, float] = field(default_factory=dict)
     """All other metrics."""
-    decision: Decision = field(default_factory=Decision)
+    decision: Decision = Decision()
 
 
 class Part:
