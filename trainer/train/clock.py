@@ -47,7 +47,7 @@ class TraceFile:
         try:
             self._file.write(json.dumps(event) + ",\n")
         except OSError as error:
-            logger.warning("the trace of rank %d ends here: %s", self._rank, error)
+            logger.warning("the trace of rank %d ends early: %s", self._rank, error)
             self._file.close()
 
 
@@ -71,7 +71,7 @@ class PhaseClock:
         self.begin()
 
     def begin(self) -> None:
-        """Start a step. The time since the last mark counts towards no step."""
+        """Start a step. The time since the last mark does not count towards any step."""
         self._marks = []
         self.mark("")
 
@@ -83,7 +83,7 @@ class PhaseClock:
         self._marks.append(_Mark(phase, time.perf_counter(), event))
 
     def exclude(self) -> None:
-        """Count the time since the last mark (such as a validation or a save) towards no step."""
+        """Leave the time since the last mark, such as a validation or a save, out of the step."""
         self.mark("")
 
     def lap(self) -> defaultdict[str, float]:

@@ -1,4 +1,4 @@
-"""The interface of parts, which are objects that act in every step, and the built-in parts.
+"""`Part`, the interface of objects that act in every step, and the built-in parts.
 
 `trainer.train.run.PARTS` lists all parts. Add your own part to it.
 """

@@ -48,7 +48,7 @@ def peak_tflops(device: torch.device) -> float | None:
 def known_as(device_name: str) -> str | None:
     """Return the device's name in the table; None if the table lacks the device.
 
-    There is no guess, because it would look like a measurement.
+    Other devices are not guessed, because a guess would look like a measurement.
     """
     words = _words(device_name)
     fitting = [name for name in PEAK_TFLOPS if _words(name) <= words]

@@ -145,4 +145,6 @@ def write_final_report(run_dir: Path) -> None:
         prefix = f"{verdict}: " if verdict in ("ATTENTION", "FAIL") else ""
         logger.info(labelled("report", f"{prefix}{headline} ({page})"))
     except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
-        logger.warning("no report: %s; see %s", error, call(f"report {run_dir}"))
+        logger.warning(
+            "cannot write the report: %s; %s tries again", error, call(f"report {run_dir}")
+        )

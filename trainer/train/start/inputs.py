@@ -131,7 +131,7 @@ def prepare_data(
     others = [s.name for s, _ in files.train if s.chat_template != data.chat_template]
     if others:
         logger.warning(
-            "huggingface/ has no chat template for these sources, which have their own: %s",
+            "huggingface/ will not contain the chat templates of these sources: %s",
             ", ".join(others),
         )
     tokenizer, digest = encoders.tokenizer(data.chat_template)
@@ -187,7 +187,8 @@ class Encoders:
             max_samples=source.max_samples,
             special_in_content=data.special_in_content,
         )
-        # Plain text has no template and no turns. A change of these must not prepare it again.
+        # Plain text has no template and no turns, so a change of their settings must not prepare
+        # it again.
         if source.keys.text_key is not None:
             return *self.tokenizer(None), options
         kwargs = data.apply_chat_template_kwargs
@@ -257,7 +258,7 @@ def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: Non
 def source_at(config: Config, path: str, *, random_weights: bool = False) -> ModelSource:
     """Return the model in a directory, with the tokens that the configuration adds.
 
-    `random_weights`: use random weights whatever the configuration says.
+    `random_weights`: use random weights even if the configuration does not.
     """
     model, ids = config.model, dict[str, int]()
     random_weights = random_weights or model.random_weights or model.partial_pretrain == QUICKSTART
