@@ -125,7 +125,7 @@ SAFEGUARDS = (
     Mutation(
         "a silent rank counts as done",
         SAVE,
-        '                raise NoAnswerError(f"rank {rank}: {NO_ANSWER}") from None\n',
+        '                raise NoAnswerError(f"rank {rank} {NO_ANSWER}") from None\n',
         "                pass\n",
         "distributed/test_save_faults.py",
     ),

@@ -212,7 +212,7 @@ def test_a_file_system_without_locks_is_refused_unless_it_is_accepted(
     (tmp_path / LOCK).unlink()
     first.require()  # only the lock file was removed
     second.acquire(timeout_s=0)
-    assert second.is_held() and f"taking over from the run pid {os.getpid()}" in caplog.text
+    assert second.is_held() and f"taking over from another run (pid {os.getpid()}" in caplog.text
     with pytest.raises(CannotWriteError, match="another run has taken it over"):
         first.require()
     first.release()

@@ -282,7 +282,8 @@ def write_export(
     the parent of `target`. The first writer adds the other files, and the model card if the export
     has weights.
     """
-    root, records = target.parent, []
+    root = target.parent
+    records: list[FileRecord] = []
     if share[0] == 0:
         small_files = _companions(plan)
         if plan.files and card is not None:
@@ -290,16 +291,12 @@ def write_export(
         if len(plan.files) > 1 or (plan.files and plan.source.whole is not None):
             small_files[INDEX] = _index(plan)
         # Write these first: their source checkpoint may be deleted while the weights are written.
-        records = [
-            fsio.write_file(target / name, data, root=root) for name, data in small_files.items()
-        ]
-    if share[0] == 0 and plan.source.whole is not None:
-        others = (tensor.whole() for tensor in plan.others.values())
-        records.append(
-            write_tensors(target / OTHER_PARTS, shapes_of(plan.others), others, root=root)
-        )
-    if not plan.files:
-        return records
+        for name, data in small_files.items():
+            records.append(fsio.write_file(target / name, data, root=root))
+        if plan.source.whole is not None:
+            others = (tensor.whole() for tensor in plan.others.values())
+            path = target / OTHER_PARTS
+            records.append(write_tensors(path, shapes_of(plan.others), others, root=root))
 
     def read(name: str) -> Tensor:
         if name not in plan.base:

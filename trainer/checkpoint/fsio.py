@@ -73,7 +73,7 @@ class HashingFile:
 
     The end of a `with` block syncs and closes the file, or closes it unsynced if the block raised
     an error. `fsync_tree` makes the directory entry durable. Raises `OSError` if the path exists or
-    the disk refuses. `torch.save` hides such an error in a `RuntimeError`; the end of the block
+    a write fails. `torch.save` hides such an error in a `RuntimeError`, but the end of the block
     raises the original error.
     """
 
@@ -283,7 +283,7 @@ def await_files(root: Path, records: Iterable[FileRecord], *, deadline: float) -
     for record in records:
         while (problem := size_problem(root, record)) is not None:
             if time.monotonic() >= deadline:
-                raise OSError(f"{root}: a written file is not visible here: {problem}")
+                raise OSError(f"{root}: a written file is not visible on this machine: {problem}")
             time.sleep(VISIBILITY_POLL_S)
 
 

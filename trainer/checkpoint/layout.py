@@ -225,7 +225,7 @@ def quarantine(path: Path, reason: str) -> Path:
     while (name := f"{CORRUPT_PREFIX}{path.name}.{number}") in taken:
         number += 1
     fsio.rename(path, path.parent / name)
-    logger.warning("set %s aside as %s: %s", path, name, reason)
+    logger.warning("renamed %s to %s: %s", path, name, reason)
     return path.parent / name
 
 

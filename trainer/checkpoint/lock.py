@@ -110,7 +110,7 @@ class RunLock:
             try:
                 os.ftruncate(self._descriptor, 0)
             except OSError as error:
-                logger.warning("cannot empty %s, the next run may wait: %s", self._path, error)
+                logger.warning("cannot empty %s, so the next run may wait: %s", self._path, error)
         self._close()
 
     def __enter__(self) -> Self:
@@ -142,7 +142,7 @@ class RunLock:
         logger.warning("%s has no locks (flock): never start a second run there", self._path.parent)
         if self._look()[1]:
             logger.warning(
-                "taking over from the run %s; make sure that it has ended", self._holder()
+                "taking over from another run (%s); make sure that it has ended", self._holder()
             )
 
     def _make_again(self) -> bool:

@@ -88,5 +88,4 @@ class ModelFiles:
             return [str(error)]
         now = {**read_again.contents, **read_again.weights}
         before = {**self.contents, **self.weights}
-        names = sorted(now.keys() | before.keys())
-        return [name for name in names if now.get(name) != before.get(name)]
+        return sorted({name for name, _ in now.items() ^ before.items()})

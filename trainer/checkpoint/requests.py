@@ -42,5 +42,7 @@ class SaveRequests:
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s cannot be deleted, and is not read again: %s", self._file, error)
+            logger.warning(
+                "%s cannot be deleted, so this run ignores it from now on: %s", self._file, error
+            )
             self._looked_at = math.inf

@@ -104,10 +104,12 @@ def worth_keeping(run_dir: Path, history: History, found: list[CheckpointInfo]) 
     """
     limits = [] if history.best_step is None else [history.best_step]
     if history.episodes:
-        limits.append(history.episodes[-1][0] - STEPS_BEFORE_ONSET)
+        onset, _ = history.episodes[-1]
+        limits.append(onset - STEPS_BEFORE_ONSET)
     kept = set()
     for limit in limits:
-        kept.update([info.step for info in found if info.step <= limit][-1:])
+        until_limit = [info.step for info in found if info.step <= limit]
+        kept.update(until_limit[-1:])
     for rows in read_summaries(run_dir).values():
         means = {
             info.step: row["mean"]

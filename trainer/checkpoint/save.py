@@ -34,7 +34,7 @@ from trainer.runtime.distributed import World
 GRACE_S = 10.0
 """The other ranks wait this much longer for an answer than the main rank does."""
 MIN_TIMEOUT_S = 0.1
-NO_ANSWER = "gave no answer in time"
+NO_ANSWER = "did not answer in time"
 MIN_GROUP_TIMEOUT_S = 60.0
 """The shortest timeout of a group. Ranks begin to create a group at different times."""
 VISIBLE_WITHIN_S = 60.0
@@ -123,7 +123,7 @@ class Agreement:
             try:
                 work.wait(timeout)
             except RuntimeError:
-                raise NoAnswerError(f"rank {rank}: {NO_ANSWER}") from None
+                raise NoAnswerError(f"rank {rank} {NO_ANSWER}") from None
         for rank in others:
             dist.send(sign, rank, self._group)
 

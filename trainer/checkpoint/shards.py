@@ -174,19 +174,20 @@ def copy_slice(
     key: the configuration key of the dtype of `live`. may_round: allow a loss of precision, because
     a frozen parameter is held in its compute dtype whatever dtype it was saved in.
     """
-    if tuple(saved[0].shape) != tuple(live.shape):
+    piece = saved[0]
+    if piece.shape != live.shape:
         raise CorruptShardError(
-            f"'{name}' was saved as {tuple(saved[0].shape)}, but the model has {tuple(live.shape)}"
+            f"'{name}' was saved as {tuple(piece.shape)}, but the model has {tuple(live.shape)}"
         )
     # A wider dtype loses nothing.
-    if torch.promote_types(saved[0].dtype, live.dtype) != live.dtype and not may_round:
+    if torch.promote_types(piece.dtype, live.dtype) != live.dtype and not may_round:
         raise ConfigError(
-            f"'{name}' was saved as {saved[0].dtype}; loading it as {live.dtype} would lose precision.\n"
+            f"'{name}' was saved as {piece.dtype}; loading it as {live.dtype} would lose precision.\n"
             f"Fix: set {key}=float32, or start a new run with trainer.experiment_name=<new name> "
             f"and model.partial_pretrain=<the checkpoint's huggingface/>"
         )
-    if not isinstance(saved[0], DTensor) and not isinstance(live, DTensor):
-        live.copy_(saved[0])
+    if not isinstance(piece, DTensor) and not isinstance(live, DTensor):
+        live.copy_(piece)
         return
     if isinstance(live, DTensor):
         local = live.to_local()
@@ -196,8 +197,9 @@ def copy_slice(
     else:  # FSDP left it unsharded, since each rank holds all of it
         local, first = live, 0
     for rows in _rows(saved, name, first, first + len(local)):
-        local[: len(rows)].copy_(rows)
-        local = local[len(rows) :]
+        num_rows = len(rows)
+        local[:num_rows].copy_(rows)
+        local = local[num_rows:]
 
 
 def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -> Iterator[Tensor]:
@@ -209,22 +211,28 @@ def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -
         raise CorruptShardError(f"'{name}' is not a sharded tensor")
     placement, shape = saved[0].placements[-1], saved[0].shape
     if isinstance(placement, Replicate):
-        yield saved[0]._local_tensor if end is None else saved[0]._local_tensor[begin:end]
+        whole = saved[0]._local_tensor
+        yield whole if end is None else whole[begin:end]
         return
     if type(placement) is not Shard or placement.dim != 0:
         raise CorruptShardError(
             f"'{name}' has placement {placement}; only Shard(0) and Replicate() are supported"
         )
-    chunk, end = -(-shape[0] // len(saved)), shape[0] if end is None else end
+    num_rows = shape[0]
+    end = num_rows if end is None else end
+    chunk = -(-num_rows // len(saved))
     for index, entry in enumerate(saved):
-        first, last = min(index * chunk, shape[0]), min((index + 1) * chunk, shape[0])
-        piece, expected = entry._local_tensor, (last - first, *shape[1:])
+        piece = entry._local_tensor
+        first = min(index * chunk, num_rows)
+        last = min(first + chunk, num_rows)
+        expected = (last - first, *shape[1:])
         if piece.shape != expected:
             raise CorruptShardError(
-                f"'{name}': piece {index} is {tuple(piece.shape)}, expected {tuple(expected)}"
+                f"'{name}': piece {index} is {tuple(piece.shape)}, expected {expected}"
             )
-        if max(begin, first) < min(end, last):
-            yield piece[max(begin, first) - first : end - first]
+        start = max(begin, first)
+        if start < min(end, last):
+            yield piece[start - first : end - first]
 
 
 _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
