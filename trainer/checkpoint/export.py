@@ -149,24 +149,26 @@ def plan_export(
     Raises `ConfigError` for a model that transformers could not load again, and for a base model
     that adapters cannot be merged with.
     """
+    adapter = source.adapter
+    is_adapter = adapter is not None and lora == "adapter"
     base: Mapping[str, StoredTensor] = {}
     adapted: dict[str, str] = {}
     in_full: dict[str, str] = {}
     places: Places = {}
-    if source.adapter is not None:
-        if architecture is not None and source.adapter.whole is not None:
-            places = places_of(architecture, source.adapter.whole)
-        in_full = source.adapter.trained_in_full(shapes, places)
-    is_adapter = source.adapter is not None and lora == "adapter"
-    if source.adapter is not None and not is_adapter:
-        base = base_tensors(source.adapter.base)
-        downs = [name for name in shapes if ".lora_A." in name]
+    if adapter is not None:
+        if architecture is not None and adapter.whole is not None:
+            places = places_of(architecture, adapter.whole)
+        in_full = adapter.trained_in_full(shapes, places)
+    if adapter is not None and not is_adapter:
+        base = base_tensors(adapter.base)
         names = {name: name for name in base}
         unknown: list[str] = []
         if architecture is not None:
-            known, unknown = match(architecture, source.adapter.whole, base)
+            known, unknown = match(architecture, adapter.whole, base)
             names = {group.own[0]: group.stored[0] for group in known if group.converter is None}
-        adapted = {stored_name(names, adapted_name(name)): name for name in downs}
+        for name in shapes:
+            if ".lora_A." in name:
+                adapted[stored_name(names, adapted_name(name))] = name
         for name, own_name in in_full.items():
             if name == own_name:
                 adapted[stored_name(names, name)] = own_name
@@ -186,7 +188,7 @@ def plan_export(
         for name, tensor in shapes.items()
     }
     pattern, max_bytes = "model{suffix}.safetensors", MAX_FILE_BYTES
-    if source.adapter is not None and is_adapter:  # a single file with peft's names
+    if is_adapter:  # a single file with peft's names
         names = {name: name for name in own} | in_full
         groups = [
             TensorGroup((peft_name(name, places),), (own_name,)) for name, own_name in names.items()
