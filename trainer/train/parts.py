@@ -187,10 +187,9 @@ class RowLosses(Part):
 
     def sums(self, batch: StepBatch) -> Values:
         found, self._found = self._found, []
-        places = {
-            sample_id: place for place, sample_id in enumerate(dict.fromkeys(batch.sample_ids))
-        }
-        own = [places[sample_id] for ids, _ in found for sample_id in ids]
+        ids = dict.fromkeys(batch.sample_ids)
+        places = {sample_id: place for place, sample_id in enumerate(ids)}
+        own = [places[sample_id] for own_ids, _ in found for sample_id in own_ids]
         sums_2D = torch.cat([sums_2D for _, sums_2D in found], dim=1)
         index_D = torch.tensor(own, dtype=torch.int64).to(sums_2D.device, non_blocking=True)
         totals = sums_2D.new_zeros(2, len(places)).index_add_(1, index_D, sums_2D)
@@ -211,16 +210,15 @@ class Norms(Part):
     def sums(self, batch: StepBatch) -> Values:
         if not is_rare(batch.step):
             return {}
-        parameters = list(chain.from_iterable(self._blocks.values()))
-        gradients = [local_square_sum(block) for block in self._blocks.values()]
-        squares = torch.stack([square_sum(parameters), *gradients])
+        blocks = self._blocks.values()
+        parameters = list(chain.from_iterable(blocks))
+        squares = torch.stack([square_sum(parameters), *map(local_square_sum, blocks)])
         return {"squares": squares / self._num_replicas}
 
     def after_step(self, step: StepResult) -> None:
-        if "squares" in step.totals.vectors:
+        if (squares := step.totals.vectors.get("squares")) is not None:
             names = ("optim/param_norm", *(f"optim/grad_norm/{name}" for name in self._blocks))
-            norms = map(math.sqrt, step.totals.vectors["squares"])
-            step.row.update(zip(names, norms, strict=True))
+            step.row.update(zip(names, map(math.sqrt, squares), strict=True))
 
 
 def is_rare(step: int) -> bool:

@@ -51,10 +51,15 @@ class Validation:
         # ranks that share a document sum over its pieces
         if self._world.sequence_group is not None:
             dist.all_reduce(whole_2D, group=self._world.sequence_group)
-        squares = [sums_D @ whole_2D[0], sums_D @ whole_2D[1], counts_D @ whole_2D[1]]
-        self._local[:NUM_SUMS] += torch.stack(
-            [sums_D.sum(), *squares, output.hits_S.sum().double()]
-        )
+        whole_sums_D, whole_counts_D = whole_2D
+        sums = [
+            sums_D.sum(),
+            sums_D @ whole_sums_D,
+            sums_D @ whole_counts_D,
+            counts_D @ whole_counts_D,
+            output.hits_S.sum().double(),
+        ]
+        self._local[:NUM_SUMS] += torch.stack(sums)
         if self._tokens_by_source:
             self._local.index_add_(0, micro_batch.sources_D + NUM_SUMS, sums_D)
 
