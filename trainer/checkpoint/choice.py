@@ -90,7 +90,7 @@ def _require_new(run_dir: Path, found: list[Checkpoint], pointer: Pointer) -> No
 def candidates_of(config: TrainerConfig) -> Selection:
     """Return the checkpoints from which `trainer.resume_mode` lets the run continue.
 
-    Raises `ConfigError` if the mode forbids the existing checkpoints, or if no checkpoint is usable.
+    Raises `ConfigError` if the mode forbids the existing checkpoints, or if none is usable.
     """
     run_dir = Path(config.default_local_dir)
     if config.resume_mode == "disable":

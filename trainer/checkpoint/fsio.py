@@ -185,7 +185,7 @@ def temporary_path(path: Path) -> Path:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename within one directory. Raises `OSError` if `target` is a directory that is not empty."""
+    """Rename within one directory. Raises `OSError` if `target` is a non-empty directory."""
     rename_unsynced(source, target)
     fsync_dir(target.parent)
 

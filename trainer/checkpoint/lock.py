@@ -101,7 +101,8 @@ class RunLock:
         if self.is_held() or self._make_again():
             return
         raise CannotWriteError(
-            f"{self._path.parent} was deleted, or another run has taken it over ({self._holder()})"
+            f"{self._path.parent} was deleted, or another run has taken it over ({self._holder()}).\n"
+            f"Fix: let only one run use the directory, then run the same command to continue"
         )
 
     def release(self) -> None:

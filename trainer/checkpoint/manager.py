@@ -192,7 +192,7 @@ class CheckpointManager:
         if isinstance(outcome, SaveFailedError):
             self._num_failed_in_a_row += 1
             self._failed_at = time.monotonic()
-            # the fix in the error may be outdated when this ends the run, which has its own
+            # without its fix, because the error that ends the run has a different one
             self._last_error = str(outcome).partition(".\nFix:")[0]
             self._metrics["checkpoint/failed_in_a_row"] = self._num_failed_in_a_row
             text = f"the save failed, and older checkpoints are unchanged: {outcome}"

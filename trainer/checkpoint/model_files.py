@@ -63,7 +63,8 @@ class ModelFiles:
             states = {path.name: path.stat() for path in _found(directory, _WEIGHTS)}
         except OSError as error:
             raise ConfigError(
-                f"model.partial_pretrain={directory}: a file cannot be read: {error}"
+                f"model.partial_pretrain={directory}: a file cannot be read: {error}.\n"
+                f"Fix: make it readable, or choose a different model directory"
             ) from error
         weights = {
             name: (state.st_size, state.st_mtime_ns, state.st_ctime_ns)

@@ -24,6 +24,7 @@ from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.model.pretrained import ModelSource
 from trainer.model.source import find_model
 from trainer.model.weights import WholeCheckpoint, stored_in
+from trainer.runtime.environment import call
 from trainer.runtime.json_lines import read_object
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -76,7 +77,10 @@ def export_from_shards(
         with suppress(OSError):
             fsio.remove_tree(staging)
         if isinstance(error, OSError):
-            raise CannotWriteError(f"'{target}' cannot be created: {error}") from error
+            raise CannotWriteError(
+                f"'{target}' cannot be created: {error}.\nFix: choose a directory that can be "
+                f"written and has enough space"
+            ) from error
         raise
 
 
@@ -87,7 +91,10 @@ def _require_exportable(checkpoint: Path, target: Path) -> CheckpointInfo:
     """
     info = layout.inspect(checkpoint)
     if info.manifest is None:
-        raise ConfigError(f"'{checkpoint}' cannot be exported: {info.reason}")
+        raise ConfigError(
+            f"'{checkpoint}' cannot be exported: {info.reason}.\nFix: choose a committed checkpoint; "
+            f"{call(f'checkpoint ls {checkpoint.parent}')} lists them"
+        )
     if os.path.lexists(target):
         raise ConfigError(f"'{target}' exists already.\nFix: name a new directory")
     if not target.parent.is_dir():
@@ -114,7 +121,9 @@ def _require_exportable(checkpoint: Path, target: Path) -> CheckpointInfo:
         or (layout.is_export(record.path) and not record.path.endswith(_WEIGHTS))
     )
     if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
-        raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
+        raise ConfigError(
+            f"'{checkpoint}' is damaged: {'; '.join(problems)}.\nFix: export a different checkpoint"
+        )
     return info
 
 

@@ -33,6 +33,10 @@ from trainer.model.weights import StoredTensor, bytes_of, stored_in
 # because only the local tensors are used.
 logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
 
+RESTORE_MODEL = (
+    "Fix: restore the model's settings, or start a new run with trainer.experiment_name=<new name>"
+)
+
 
 class CorruptShardError(ConfigError):
     """A shard file is unreadable or lacks data that is needed. Exit code 2.
@@ -119,7 +123,8 @@ class Shards:
         """Return the pieces of a tensor, in rank order. Raises `CorruptShardError`."""
         if not all(name in part for part in self.parts):
             raise CorruptShardError(
-                f"{self.directory.name} has no tensor '{name}': it was saved from a different model"
+                f"{self.directory.name} has no tensor '{name}': it was saved from a different "
+                f"model.\n{RESTORE_MODEL}"
             )
         return [part[name] for part in self.parts]
 
@@ -177,7 +182,8 @@ def copy_slice(
     piece = saved[0]
     if piece.shape != live.shape:
         raise CorruptShardError(
-            f"'{name}' was saved as {tuple(piece.shape)}, but the model has {tuple(live.shape)}"
+            f"'{name}' was saved as {tuple(piece.shape)}, but the model has {tuple(live.shape)}.\n"
+            f"{RESTORE_MODEL}"
         )
     # A wider dtype loses nothing.
     if torch.promote_types(piece.dtype, live.dtype) != live.dtype and not may_round:

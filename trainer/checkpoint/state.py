@@ -186,8 +186,7 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
                 f"tensors (DTensor), its state must map names to tensors and contain nothing else.\n"
                 f"Fix: set is_sharded = True on the class, and keep other values in a second part"
             )
-        names = expected.keys() | digests.keys()
-        if different := sorted(name for name in names if expected.get(name) != digests.get(name)):
+        if different := sorted({name for name, _ in expected.items() ^ digests.items()}):
             raise ConfigError(
                 f"the state of the part '{different[0]}' cannot be saved: it differs between rank 0 "
                 f"and rank {rank}, but a resume on a different number of ranks would load the state "

@@ -76,7 +76,7 @@ class Validation:
     def row(self, *, train_loss: float) -> dict[str, float]:
         """Return the metrics. `train_loss`: the smoothed training loss, for `val/gap`.
 
-        The standard error is that of a ratio of sums over samples: sqrt(sum (L_i - m n_i)**2) / sum
+        The standard error is for a ratio of sums over samples: sqrt(sum (L_i - m n_i)**2) / sum
         n_i, where sample i has the loss L_i and n_i tokens, and m is the mean loss per token
         (Cochran, Sampling Techniques, section 6.3, for a large population).
         """

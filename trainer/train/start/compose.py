@@ -151,7 +151,8 @@ def find_recipe(name: str) -> Path | None:
         if path.is_file():
             return path
         raise ConfigError(
-            f"experiment={name}: this file does not exist (current directory: {Path.cwd()})"
+            f"experiment={name}: there is no such file (current directory: {Path.cwd()}).\n"
+            f"Fix: give the path of an existing recipe"
         )
     places = Path("conf", "experiment"), CONF_DIR / "experiment"
     for place in places:
