@@ -133,7 +133,7 @@ def _is_complete(
         return True
     if end is not None and on_main(partial(has_ended_in_order, run_dir, last), run_dir, world):
         return True
-    logger.info("%s is of the last step, but the run did not end cleanly", last.path)
+    logger.info("%s holds the last step, but the run did not end cleanly", last.path)
     return False
 
 
