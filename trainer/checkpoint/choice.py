@@ -41,7 +41,8 @@ def select(run_dir: Path) -> Selection:
     newer checkpoint before, someone moved the pointer back. Raises `NoUsableCheckpointError` if the
     directory has checkpoints or a pointer, but no usable checkpoint.
     """
-    found, pointer = layout.checkpoints(run_dir), layout.read_pointer(run_dir)
+    found = layout.checkpoints(run_dir)
+    pointer = layout.read_pointer(run_dir)
     usable = [info for info in reversed(found) if info.manifest]
     if not usable:
         _require_new(run_dir, found, pointer)

@@ -103,7 +103,8 @@ class ExportPlan:
         The model directory is not read again afterwards. Raises `ConfigError` if the tensors
         changed while the run started, and `OSError` if the copy fails.
         """
-        source, base = self.source, self.base
+        source = self.source
+        base = self.base
         if source.whole is not None and share[0] == 0:
             others = copied(source.whole.others, directory)
             whole = dataclasses.replace(source.whole, others=others)
@@ -187,13 +188,15 @@ def plan_export(
         name: torch.empty(tensor.shape, dtype=target_dtype, device="meta")
         for name, tensor in shapes.items()
     }
-    pattern, max_bytes = "model{suffix}.safetensors", MAX_FILE_BYTES
+    pattern = "model{suffix}.safetensors"
+    max_bytes = MAX_FILE_BYTES
     if is_adapter:  # a single file with peft's names
         names = {name: name for name in own} | in_full
         groups = [
             TensorGroup((peft_name(name, places),), (own_name,)) for name, own_name in names.items()
         ]
-        pattern, max_bytes = ADAPTER_WEIGHTS, sys.maxsize
+        pattern = ADAPTER_WEIGHTS
+        max_bytes = sys.maxsize
     else:
         own |= {name: tensor.to("meta") for name, tensor in buffers.items()}
         groups = _stored_groups(own, architecture, source.whole)
@@ -206,7 +209,9 @@ def plan_export(
         layout |= made
         by_name |= dict.fromkeys(made, group)
     if not has_weights:
-        layout, by_name, base = {}, {}, {}
+        layout = {}
+        by_name = {}
+        base = {}
     split = split_state_dict_into_shards_factory(
         layout,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -333,7 +338,8 @@ def _exported(
     for name in names:
         if name not in made:
             made.clear()
-            group, dtype = plan.groups[name], plan.layout[name].dtype
+            group = plan.groups[name]
+            dtype = plan.layout[name].dtype
             made |= group.to_stored([_cast(read(own), dtype, own) for own in group.own])
         yield made.pop(name)
 

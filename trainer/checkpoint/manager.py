@@ -51,13 +51,17 @@ class CheckpointManager:
         save_every_s: float = math.inf,
     ) -> None:
         """`state`: the parts to save; `tell`: called with the result of each save."""
-        self.run_dir, self._world = saver.run_dir, saver.world
-        self._saver, self._state, self._tell = saver, state, tell
+        self.run_dir = saver.run_dir
+        self._world = saver.world
+        self._saver = saver
+        self._state = state
+        self._tell = tell
         self._requests = SaveRequests(saver.run_dir, every_s=save_every_s)
         self._buffers = HostBuffers(saver.device) if saver.config.async_save else None
         self._pending: tuple[int, Future[Outcome]] | None = None
         self._num_failed_in_a_row = 0
-        self._failed_at, self._last_error = 0.0, ""
+        self._failed_at = 0.0
+        self._last_error = ""
         self._committed_step: int | None = None
         self._metrics: dict[str, float] = {}
 
@@ -138,7 +142,8 @@ class CheckpointManager:
 
     def finish(self) -> None:
         """Wait for a background save; all ranks share its outcome."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             step, future = pending
             outcome, duration_s = future.result()
@@ -148,7 +153,8 @@ class CheckpointManager:
 
     def take_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of the saves since the last call."""
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         if self._committed_step is not None:
             metrics["ckpt/age_steps"] = step - self._committed_step
         return metrics
@@ -198,7 +204,8 @@ class CheckpointManager:
             text = f"the save failed, and older checkpoints are unchanged: {outcome}"
             self._tell("checkpoint_failed", step, text, "warn")
             return
-        self._num_failed_in_a_row, self._committed_step = 0, step
+        self._num_failed_in_a_row = 0
+        self._committed_step = step
         if self._world.is_main:
             self._requests.settle()
         self._metrics |= {"ckpt/bytes": outcome, "ckpt/save_s": duration_s}

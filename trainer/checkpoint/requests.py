@@ -15,7 +15,8 @@ class SaveRequests:
     """Tells the main rank when a save is due. `every_s`: seconds from one save to the next."""
 
     def __init__(self, run_dir: Path, *, every_s: float = math.inf) -> None:
-        self._file, self._every_s = run_dir / FILE_NAME, every_s
+        self._file = run_dir / FILE_NAME
+        self._every_s = every_s
         self._saved_at = time.monotonic()
         self._looked_at = -math.inf
         self._is_asked = False
@@ -32,7 +33,8 @@ class SaveRequests:
     def begin(self) -> None:
         """Note that a save of the current state begins."""
         self._saved_at = time.monotonic()
-        self._is_answered, self._is_asked = self._is_asked, False
+        self._is_answered = self._is_asked
+        self._is_asked = False
 
     def settle(self) -> None:
         """Delete the file that requested the last save. Call this once that save is committed."""

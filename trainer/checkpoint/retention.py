@@ -75,7 +75,8 @@ def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int])
     """Return committed checkpoints that may be deleted, oldest first."""
     if keep is None:
         return []
-    pointed, found = layout.read_pointer(run_dir).step, layout.committed(run_dir)
+    pointed = layout.read_pointer(run_dir).step
+    found = layout.committed(run_dir)
     spared = {*protect, *newest([info.step for info in found], keep, pointed)}
     return [info.path for info in found if info.step not in spared]
 

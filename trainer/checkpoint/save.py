@@ -64,7 +64,8 @@ class Agreement:
 
     def __init__(self, world: World, *, timeout_s: float) -> None:
         """`timeout_s`: the longest time that a save may take."""
-        self._world, self._timeout_s = world, timeout_s
+        self._world = world
+        self._timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
         self.renew()
 
@@ -129,7 +130,8 @@ class Agreement:
 
     def _give_up(self) -> None:
         """Close the connections, so that no rank waits for this one."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
@@ -164,10 +166,16 @@ class Saver:
         keep, None for all. `lock`: the run lock, on the main rank only. `card`: returns the model
         card, given measured values by name.
         """
-        self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
-        self.fingerprints, self._lock, self._card = fingerprints, lock, card
+        self.run_dir = run_dir
+        self.world = world
+        self.config = config
+        self.keep = keep
+        self.fingerprints = fingerprints
+        self._lock = lock
+        self._card = card
         self._agreement = Agreement(world, timeout_s=timeout_s)
-        self._timeout_s, self._deadline = timeout_s, math.inf
+        self._timeout_s = timeout_s
+        self._deadline = math.inf
         self._staging: Path | None = None
         parameters = shards.saved_parameters(model)
         self._tensors = {
@@ -243,7 +251,8 @@ class Saver:
         An error on any rank raises `SaveFailedError` on every rank.
         """
         fsio.phase(f"{phase}.begin")
-        value, error = None, None
+        value = None
+        error = None
         try:
             value = action()
         except Exception as failure:  # the other ranks wait for this report, whatever it is
@@ -275,7 +284,8 @@ class Saver:
         return staging.name
 
     def _write_shards(self, staging: Path, snapshot: Snapshot) -> list[FileRecord]:
-        size, rank = self.world.size, self.world.rank
+        size = self.world.size
+        rank = self.world.rank
         contents = {
             layout.model_file(size, rank): snapshot.model,
             layout.optim_file(size, rank): snapshot.optim,

@@ -201,7 +201,8 @@ def copy_slice(
             live.shape, live.device_mesh, live.placements
         )
     else:  # FSDP left it unsharded, since each rank holds all of it
-        local, first = live, 0
+        local = live
+        first = 0
     for rows in _rows(saved, name, first, first + len(local)):
         num_rows = len(rows)
         local[:num_rows].copy_(rows)
@@ -215,7 +216,8 @@ def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -
     """
     if not isinstance(saved[0], DTensor):
         raise CorruptShardError(f"'{name}' is not a sharded tensor")
-    placement, shape = saved[0].placements[-1], saved[0].shape
+    placement = saved[0].placements[-1]
+    shape = saved[0].shape
     if isinstance(placement, Replicate):
         whole = saved[0]._local_tensor
         yield whole if end is None else whole[begin:end]

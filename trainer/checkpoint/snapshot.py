@@ -72,7 +72,8 @@ class HostBuffers:
             for memory, tensor in live.items():
                 copies[memory].copy_(tensor, non_blocking=True)
         if self._stream is not None:
-            self._ready, self._copied = self._stream.record_event(), list(live.values())
+            self._ready = self._stream.record_event()
+            self._copied = list(live.values())
         return replace(snapshot, **_mapped(parts, lambda tensor: copies[_memory(tensor)]))
 
     def wait_until_ready(self) -> None:
@@ -89,11 +90,13 @@ class HostBuffers:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
 
     def _allocate(self, shapes: list[tuple[torch.dtype, torch.Size]]) -> None:
-        self._shapes, self._buffers = [], []
+        self._shapes = []
+        self._buffers = []
         if self._locked is not None:
             _check(torch.cuda.cudart().cudaHostUnregister(self._locked.data_ptr()), "released")
             self._locked = None
-        starts, size_bytes = [], 0
+        starts = []
+        size_bytes = 0
         for dtype, shape in shapes:
             starts.append(size_bytes)
             num_units = -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES)

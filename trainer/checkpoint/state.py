@@ -104,7 +104,8 @@ class OptimizerShards:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
@@ -124,7 +125,8 @@ class OptimizerShards:
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            saved, live = states.entries(name), self.optimizer.state[parameter]
+            saved = states.entries(name)
+            live = self.optimizer.state[parameter]
             if saved[0].keys() != live.keys():
                 raise CorruptShardError(
                     f"{directory.name} was saved by a different optimizer: for '{name}' it has "
@@ -167,7 +169,8 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
 
     `extra`: the result of `rank_state` on this rank. Collective.
     """
-    common, unfit = {}, []
+    common = {}
+    unfit = []
     for name in sorted(extra.keys() & state.keys() - {*SEEDED}):
         if is_sharded(state[name]):
             is_fit = all(isinstance(value, Tensor) for value in extra[name].values())
@@ -228,7 +231,8 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
 
     Raises `ConfigError` if the checkpoint is from a different model.
     """
-    path, manifest = checkpoint.path, checkpoint.manifest
+    path = checkpoint.path
+    manifest = checkpoint.manifest
     for name, file_of in (("model", layout.model_file), ("optimizer", layout.optim_file)):
         state[name].load_state_dict(read_shards(checkpoint, file_of))
     is_same_size = manifest.world_size == world.size

@@ -74,7 +74,8 @@ class Storage:
     def __init__(self, url: str, file_system: AbstractFileSystem | None = None) -> None:
         """`file_system` replaces the one that fsspec finds. Raises `ConfigError`."""
         require_usable(url)
-        self.url, self.answered_at = url.rstrip("/"), time.monotonic()
+        self.url = url.rstrip("/")
+        self.answered_at = time.monotonic()
         options = {"skip_instance_cache": True, "use_listings_cache": False}
         if url.startswith(("file://", "local://")):
             options["auto_mkdir"] = True

@@ -66,7 +66,8 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device, *, trace: TraceFile | None = None) -> None:
-        self._is_cuda, self._trace = device.type == "cuda", trace
+        self._is_cuda = device.type == "cuda"
+        self._trace = trace
         self._marks: list[_Mark] = []
         self.begin()
 

@@ -42,7 +42,8 @@ def _train(run: Run) -> int | None:
         for batch in batches:
             run.heartbeat.step = batch.step
             result = training_step(run, batch)
-            row, decision = result.row | metrics.take_for_row(), result.decision
+            row = result.row | metrics.take_for_row()
+            decision = result.decision
             run.log(row, batch.step)
             run.meter.clock.mark("logging")
             if decision.rollback_onset is not None and _roll_back(

@@ -113,7 +113,8 @@ class Guard(Remembered, Part):
         reason = "; ".join(dict.fromkeys(answer.reason for answer in answers))
         if onset is not None and len(self.rollbacks.entries) >= MAX_ROLLBACKS:
             reason += f"; the run has already been rolled back {MAX_ROLLBACKS} times"
-            onset, is_stop = None, True
+            onset = None
+            is_stop = True
         return Decision(onset, is_stop, reason)
 
     def observe_validation(self, step: int, loss: float, *, train_loss: float) -> bool:
@@ -174,11 +175,14 @@ class Guard(Remembered, Part):
 
     def _answer(self, anomaly: Anomaly) -> Decision | None:
         """Report an anomaly. Return the decision that it requires; None if a warning is enough."""
-        level, step = anomaly.level, anomaly.step
+        level = anomaly.level
+        step = anomaly.step
         is_harmful = level in (Level.SEVERE, Level.DIVERGING)
         is_bad = is_harmful or level == Level.DEAD
         self._tell(f"guard/{level}", step, anomaly.message, "error" if is_bad else "warn")
-        action, onset, reason = anomaly.action or "warn", anomaly.onset, anomaly.message
+        action = anomaly.action or "warn"
+        onset = anomaly.onset
+        reason = anomaly.message
         has_given_up = False
         if is_harmful:
             self.episodes = [*self.episodes, (onset, step)][-MAX_EPISODES:]
@@ -188,7 +192,8 @@ class Guard(Remembered, Part):
             action = "stop"
         elif level == Level.NONFINITE and (first := self._given_up_since()) is not None:
             # the run stops if there is no checkpoint to return to
-            has_given_up, onset = True, first
+            has_given_up = True
+            onset = first
             action = "rollback" if self._config.on_diverging == "rollback" else "stop"
             reason = f"too many steps without a finite loss and gradient since step {first}"
         if action == "warn" and not is_harmful:

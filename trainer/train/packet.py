@@ -48,7 +48,8 @@ class Packet:
         tensors = {**derived, **self.sums}
         packed = torch.cat([tensor.double().flatten() for tensor in tensors.values()])
         numbers = iter(packed.tolist())
-        sums, vectors = {}, {}
+        sums = {}
+        vectors = {}
         for name, tensor in tensors.items():
             if tensor.ndim:
                 own = list(islice(numbers, tensor.numel()))

@@ -131,7 +131,8 @@ class _VectorSum(Part):
         self._sum = values if self._sum is None else self._sum + values
 
     def sums(self, batch: StepBatch) -> Values:
-        found, self._sum = self._sum, None
+        found = self._sum
+        self._sum = None
         return {} if found is None else {self.name: found}
 
 
@@ -186,7 +187,8 @@ class RowLosses(Part):
         self._found.append((ids, sums_2D[:, : len(ids)]))
 
     def sums(self, batch: StepBatch) -> Values:
-        found, self._found = self._found, []
+        found = self._found
+        self._found = []
         ids = dict.fromkeys(batch.sample_ids)
         places = {sample_id: place for place, sample_id in enumerate(ids)}
         own = [places[sample_id] for own_ids, _ in found for sample_id in own_ids]
@@ -205,7 +207,8 @@ class Norms(Part):
     """The norms of the parameters and of each block's gradient, before every 50th update."""
 
     def __init__(self, blocks: Mapping[str, Sequence[nn.Parameter]], *, num_replicas: int) -> None:
-        self._blocks, self._num_replicas = blocks, num_replicas
+        self._blocks = blocks
+        self._num_replicas = num_replicas
 
     def sums(self, batch: StepBatch) -> Values:
         if not is_rare(batch.step):

@@ -158,7 +158,8 @@ class RateState:
     """
 
     def __init__(self, schedule: LrSchedule, batches: TrainLoader) -> None:
-        self._schedule, self._batches = schedule, batches
+        self._schedule = schedule
+        self._batches = batches
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._schedule.state_dict(), "last_epoch": self._batches.step}

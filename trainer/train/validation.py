@@ -32,7 +32,8 @@ class Validation:
         self, world: World, *, length_facts: Mapping[str, float], sources: Sequence[str] = ()
     ) -> None:
         """`sources`: names of the data sources, if there are several."""
-        self._world, self._length_facts = world, length_facts
+        self._world = world
+        self._length_facts = length_facts
         self._tokens_by_source = Counter(dict.fromkeys(sources, 0))
         num_sums = NUM_SUMS + len(sources)
         self._totals = np.zeros(num_sums)

@@ -42,7 +42,8 @@ def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
 
     Calls `progress` while it reads weights. Raises `ConfigError`.
     """
-    config, contents = inputs.config, inputs.model_files.contents
+    config = inputs.config
+    contents = inputs.model_files.contents
     facts = {
         "config.json": _digest(contents[CONFIG]),
         "tokenizer": inputs.tokenizer_digest[:DIGITS],

@@ -71,7 +71,8 @@ class Inputs(PreparedData):
 
     def schedule_from(self, start: Position) -> Schedule:
         """Return the order of the rows from a position on. Only some orders need row lengths."""
-        data, seed = self.config.data, self.config.trainer.seed
+        data = self.config.data
+        seed = self.config.trainer.seed
         lengths = None if data.order == "shuffled" else self.train.row_lengths
         return Schedule(self.train.shares, data.train_batch_size, seed, start, data.order, lengths)
 
@@ -119,7 +120,8 @@ def prepare_data(
     The first process does the work; the others wait for it. Calls `progress` meanwhile. Raises
     `ConfigError`, `DataError`, `CannotWriteError`.
     """
-    data, encoders = config.data, Encoders(config, model)
+    data = config.data
+    encoders = Encoders(config, model)
     train = _prepare(encoders, files.train, progress)
     if files.validation:
         validation = _prepare(encoders, files.validation, progress)
@@ -250,7 +252,8 @@ def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: Non
 
     `progress` is called as bytes arrive.
     """
-    name, has_random_weights = config.model.partial_pretrain, config.model.random_weights
+    name = config.model.partial_pretrain
+    has_random_weights = config.model.random_weights
     path = find_model(name, random_weights=has_random_weights, progress=progress)
     return source_at(config, path)
 
@@ -260,7 +263,8 @@ def source_at(config: Config, path: str, *, random_weights: bool = False) -> Mod
 
     `random_weights`: use random weights even if the configuration does not.
     """
-    model, ids = config.model, dict[str, int]()
+    model = config.model
+    ids = dict[str, int]()
     random_weights = random_weights or model.random_weights or model.partial_pretrain == QUICKSTART
     if model.new_tokens:
         path, ids = new_tokens.extended(path, model.new_tokens, Path(config.data.cache_dir))
