@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer.checkpoint import fsio
+from trainer.checkpoint.fsio import Share
 from trainer.checkpoint.shards import Shards
 from trainer.config import ConfigError
 from trainer.model.adapter_names import Places, is_adapter, unplaced
@@ -93,7 +94,7 @@ def _digest(hashes: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
 
-def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
+def _hashes(directory: Path, *, share: Share) -> dict[str, str]:
     """Return file name -> SHA-256 for share `(index, count)` of the weight files."""
     index, count = share
     files = weight_files(directory)[index::count]

@@ -9,8 +9,9 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ from trainer.checkpoint.base_weights import (
     merged,
     stored_name,
 )
-from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.fsio import FileRecord, Share
 from trainer.checkpoint.model_card import FILE_NAME as CARD
 from trainer.checkpoint.model_files import CONFIG, GENERATION_CONFIG, TEMPLATES, ModelFiles
 from trainer.checkpoint.shards import Shards, copied, shapes_of, write_tensors
@@ -97,7 +98,7 @@ class ExportPlan:
         tensors = (*self.layout.values(), *shapes_of(self.others).values())
         return sum(tensor.nbytes for tensor in tensors)
 
-    def with_copies(self, directory: Path, *, share: tuple[int, int]) -> Self:
+    def with_copies(self, directory: Path, *, share: Share) -> Self:
         """Copy this writer's share of the tensors in the model directory, and return the new plan.
 
         The model directory is not read again afterwards. Raises `ConfigError` if the tensors
@@ -116,11 +117,11 @@ class ExportPlan:
                 )
             source = dataclasses.replace(source, whole=whole)
         if base:
-            own = {name: base[name] for names in self.files_of(share).values() for name in names}
+            own = {name: base[name] for name in chain.from_iterable(self.files_of(share).values())}
             base = {**base, **copied(own, directory)}
         return dataclasses.replace(self, source=source, base=base)
 
-    def files_of(self, share: tuple[int, int]) -> dict[str, list[str]]:
+    def files_of(self, share: Share) -> dict[str, list[str]]:
         """Return file name -> names of its tensors for share `(index, count)` of the files."""
         index, count = share
         return dict(list(self.files.items())[index::count])
@@ -280,7 +281,7 @@ def write_export(
     shards: Shards,
     buffers: Mapping[str, Tensor],
     *,
-    share: tuple[int, int] = (0, 1),
+    share: Share = (0, 1),
     card: bytes | None = None,
 ) -> list[FileRecord]:
     """Write share `(index, count)` of the weight files into the directory `target`.
@@ -314,7 +315,7 @@ def write_export(
         return merged(stored, plan.adapted[name], shards, plan.source.adapter)
 
     mine = plan.files_of(share)
-    tensors = _exported(plan, read, [name for names in mine.values() for name in names])
+    tensors = _exported(plan, read, chain.from_iterable(mine.values()))
     for file_name, names in mine.items():
         shapes = {name: plan.layout[name] for name in names}
         records.append(write_tensors(target / file_name, shapes, tensors, root=root))
@@ -331,7 +332,7 @@ def _index(plan: ExportPlan) -> bytes:
 
 
 def _exported(
-    plan: ExportPlan, read: Callable[[str], Tensor], names: list[str]
+    plan: ExportPlan, read: Callable[[str], Tensor], names: Iterable[str]
 ) -> Iterator[Tensor]:
     """Yield the named tensors in their exported dtype. Only one group is in memory at a time."""
     made: dict[str, Tensor] = {}
@@ -395,11 +396,11 @@ def _config(plan: ExportPlan) -> dict[str, object]:
 def _generation_config(source: ExportSource) -> dict[str, object]:
     """Return the source's generation config, with the end tokens of trained turns added."""
     config: dict[str, object] = json.loads(source.files.contents.get(GENERATION_CONFIG, b"{}"))
-    known = config.get("eos_token_id", [])
-    ids = [i for i in (known if isinstance(known, list) else [known]) if isinstance(i, int)]
-    merged = list(dict.fromkeys([*ids, *source.end_token_ids]))
-    if merged:
-        config["eos_token_id"] = merged if len(merged) > 1 else merged[0]
+    known = config.get("eos_token_id")
+    candidates = [*(known if isinstance(known, list) else [known]), *source.end_token_ids]
+    ids = list(dict.fromkeys(i for i in candidates if isinstance(i, int)))
+    if ids:
+        config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     return config
 
 

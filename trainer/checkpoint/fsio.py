@@ -68,6 +68,10 @@ class FileRecord:
     sha256: str
 
 
+Share = tuple[int, int]
+"""Files that one rank writes or reads: every `count`-th file from `index` on, as (index, count)."""
+
+
 class HashingFile:
     """A new file that counts and hashes the bytes written to it. `torch.save` accepts it as a file.
 

@@ -168,7 +168,8 @@ def checkpoints(run_dir: Path) -> list[Checkpoint]:
     A directory that is deleted meanwhile is left out.
     """
     names = [name for name in fsio.list_dir(run_dir) if parse_step(name) is not None]
-    found = sorted((inspect(run_dir / name) for name in names), key=lambda info: info.step)
+    found = [inspect(run_dir / name) for name in names]
+    found.sort(key=lambda info: info.step)
     return [info for info in found if info.manifest or os.path.lexists(info.path)]
 
 

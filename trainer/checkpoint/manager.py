@@ -227,10 +227,10 @@ class CheckpointManager:
     def _is_finite(self, snapshot: Snapshot) -> bool:
         """Return True if all parameters and optimizer moments are finite on every rank."""
         tensors = shards.local_tensors([snapshot.model, snapshot.optim["state"]])
-        bad = torch.stack([(~torch.isfinite(t)).any() for t in tensors if t.numel()]).any()
-        count = bad.to(self._world.device).double()
-        dist.all_reduce(count)
-        return count.item() == 0
+        are_bad = [(~torch.isfinite(tensor)).any() for tensor in tensors if tensor.numel()]
+        num_bad = torch.stack(are_bad).sum().to(self._world.device).double()
+        dist.all_reduce(num_bad)
+        return num_bad.item() == 0
 
     def load(self, checkpoint: CheckpointInfo) -> None:
         """Load a verified checkpoint. Raises `ConfigError` if it is from a different model."""

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer.checkpoint import fsio
-from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.fsio import FileRecord, Share
 from trainer.runtime.progress import Position
 
 FORMAT = 2
@@ -76,7 +76,8 @@ class Manifest:
         Raises `ValueError` for NaN or infinity, because a state that is not finite is never saved.
         """
         tree = {"format": FORMAT, **dataclasses.asdict(self)}
-        return json.dumps(tree | {OWN_DIGEST: digest_of(tree)}, indent=1, allow_nan=False) + "\n"
+        tree[OWN_DIGEST] = digest_of(tree)
+        return json.dumps(tree, indent=1, allow_nan=False) + "\n"
 
 
 def digest_of(tree: dict[str, Any]) -> str:
@@ -145,13 +146,13 @@ def _require_plain(manifest: Manifest) -> None:
             raise ManifestError(f"'{key}' has the wrong type: {value!r:.80}")
 
 
-def verify_files(path: Path, manifest: Manifest, *, share: tuple[int, int] = (0, 1)) -> list[str]:
+def verify_files(path: Path, manifest: Manifest, *, share: Share = (0, 1)) -> list[str]:
     """Hash share `(index, count)` of the files, and describe each difference from the manifest."""
     problems = (_problem(path, record) for record in share_of(manifest.files, share))
     return [problem for problem in problems if problem is not None]
 
 
-def share_of(files: Iterable[FileRecord], share: tuple[int, int]) -> list[FileRecord]:
+def share_of(files: Iterable[FileRecord], share: Share) -> list[FileRecord]:
     """Return share `(index, count)` of the files. All shares have similar sizes."""
     index, count = share
     by_size = sorted(files, key=lambda record: (-record.size_bytes, record.path))

@@ -28,8 +28,8 @@ def read(run_dir: Path) -> Rollbacks:
     batches that it must skip.
     """
     try:
-        text = fsio.read_bytes(run_dir / FILE)
-        return Rollbacks(tuple(Rollback(**entry) for entry in json.loads(text)["rollbacks"]))
+        content = json.loads(fsio.read_bytes(run_dir / FILE))
+        return Rollbacks(tuple(Rollback(**entry) for entry in content["rollbacks"]))
     except FileNotFoundError:
         return Rollbacks()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -86,7 +86,8 @@ def decide(
     )
     rollbacks = Rollbacks((*read(run_dir).entries, entry))
     content = {"rollbacks": [dataclasses.asdict(item) for item in rollbacks.entries]}
-    fsio.atomic_write(run_dir / FILE, (json.dumps(content, indent=2) + "\n").encode())
+    text = json.dumps(content, indent=2) + "\n"
+    fsio.atomic_write(run_dir / FILE, text.encode())
     complete(run_dir)
     return rollbacks
 

@@ -33,6 +33,8 @@ from trainer.model.weights import StoredTensor, bytes_of, stored_in
 # because only the local tensors are used.
 logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
 
+StateDict = dict[str, Any]
+"""The state of a part: nested containers of tensors and plain values, by name."""
 RESTORE_MODEL = (
     "Fix: restore the model's settings, or start a new run with trainer.experiment_name=<new name>"
 )
@@ -96,7 +98,8 @@ def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def num_bytes(tree: Any) -> int:
     """Return the bytes of all local tensors in nested containers. Shared memory counts once."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in local_tensors(tree)}.values())
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in local_tensors(tree)}
+    return sum(sizes.values())
 
 
 def local_tensors(tree: Any) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from trainer.checkpoint.shards import local_tensors, with_local
+from trainer.checkpoint.shards import StateDict, local_tensors, with_local
 from trainer.runtime.progress import History, Position
 
 ALIGNMENT_BYTES = 64
@@ -28,10 +28,10 @@ class Snapshot:
     """
 
     position: Position
-    model: dict[str, Any]
-    optim: dict[str, Any]
-    extra: dict[str, Any]
-    data: dict[str, Any]
+    model: StateDict
+    optim: StateDict
+    extra: StateDict
+    data: StateDict
     loss: float | None
     grad_norm: float | None
     history: History

@@ -22,7 +22,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from trainer.checkpoint import layout, shards
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint.shards import CorruptShardError, Shards
+from trainer.checkpoint.shards import CorruptShardError, Shards, StateDict
 from trainer.config import ConfigError
 from trainer.model.weights import bytes_of
 from trainer.runtime import distributed
@@ -43,7 +43,7 @@ class Stateful(Protocol):
     (default False).
     """
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state_dict: Any) -> None: ...
 
@@ -107,7 +107,7 @@ class OptimizerShards:
         self.model = model
         self.optimizer = optimizer
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         state = {
             names[parameter]: {key: shards.compact(value) for key, value in values.items()}
@@ -146,7 +146,7 @@ class WeightBuffers:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return shards.weight_buffers(self.model)
 
     @torch.no_grad()
@@ -155,9 +155,9 @@ class WeightBuffers:
             buffer.copy_(state_dict[name])
 
 
-def rank_state(state: State, step: int) -> dict[str, Any]:
+def rank_state(state: State, step: int) -> StateDict:
     """Return the extra state of this rank after `step`."""
-    found: dict[str, Any] = {"step": step}
+    found: StateDict = {"step": step}
     for name, part in state.items():
         if name not in APART:
             found[name] = tree_map(shards.compact, part.state_dict())

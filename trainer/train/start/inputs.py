@@ -38,6 +38,8 @@ from trainer.train.start.preflight import (
 )
 
 logger = logging.getLogger(__name__)
+Progress = Callable[[], None]
+"""Called again and again during slow work, so that the rank does not count as hung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class Inputs(PreparedData):
         return trainer.total_training_steps or schedule.steps_until(trainer.total_epochs)
 
 
-def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
+def prepare_inputs(config: Config, *, progress: Progress) -> Inputs:
     """Read model files, tokenizer and tokens. The first rank does the work; the others wait.
 
     Calls `progress` meanwhile. Raises `ConfigError`, `DataError`, `CannotWriteError`.
@@ -113,7 +115,7 @@ def prepare_data(
     files: DataFiles,
     model: ModelSource,
     *,
-    progress: Callable[[], None],
+    progress: Progress,
 ) -> PreparedData:
     """Return the samples of `files`, encoded with the tokenizer of `model`.
 
@@ -215,9 +217,7 @@ def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         )
 
 
-def _prepare(
-    encoders: Encoders, sources: Files, progress: Callable[[], None]
-) -> list[SourceSamples]:
+def _prepare(encoders: Encoders, sources: Files, progress: Progress) -> list[SourceSamples]:
     """Prepare the tokens of each source. Each source has its own cache entry."""
     prepared = []
     for source, files in sources:
@@ -247,7 +247,7 @@ def source_without_weights(config: Config) -> ModelSource:
     return resolve_source(replace(config, model=replace(config.model, random_weights=True)))
 
 
-def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:
+def resolve_source(config: Config, *, progress: Progress = lambda: None) -> ModelSource:
     """Return the configured model, downloaded if necessary. Raises `ConfigError`.
 
     `progress` is called as bytes arrive.
