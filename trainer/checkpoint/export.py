@@ -261,8 +261,7 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a sharded model's architecture without weights, under its own class name."""
     original: Any = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     with torch.device("meta"):
-        meta_model: PreTrainedModel = original(copy.deepcopy(model.config))
-    return meta_model
+        return original(copy.deepcopy(model.config))
 
 
 def require_export(info: layout.CheckpointInfo) -> None:
@@ -379,7 +378,7 @@ def _companions(plan: ExportPlan) -> dict[str, bytes]:
 
 def _config(plan: ExportPlan) -> dict[str, object]:
     """Return the source's config with the exported dtype. All readers understand `torch_dtype`."""
-    config: dict[str, object] = json.loads(plan.source.files.contents[CONFIG])
+    config = json.loads(plan.source.files.contents[CONFIG])
     config["torch_dtype"] = plan.dtype
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
@@ -395,7 +394,7 @@ def _config(plan: ExportPlan) -> dict[str, object]:
 
 def _generation_config(source: ExportSource) -> dict[str, object]:
     """Return the source's generation config, with the end tokens of trained turns added."""
-    config: dict[str, object] = json.loads(source.files.contents.get(GENERATION_CONFIG, b"{}"))
+    config = json.loads(source.files.contents.get(GENERATION_CONFIG, b"{}"))
     known = config.get("eos_token_id")
     candidates = [*(known if isinstance(known, list) else [known]), *source.end_token_ids]
     ids = list(dict.fromkeys(i for i in candidates if isinstance(i, int)))

@@ -189,9 +189,9 @@ def on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
         except OSError as error:
             outcome[1] = cannot_use(run_dir, error)
     dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: T = outcome[0]
+    result, failure = outcome
+    if failure is not None:
+        raise failure
     return result
 
 
