@@ -1,4 +1,4 @@
-"""One save, from a snapshot to a committed checkpoint, as a protocol between ranks with phases.
+"""One save, from a snapshot to a committed checkpoint: the protocol between ranks, phase by phase.
 
 A crash at any point leaves the older checkpoints unchanged, and the new one complete or absent.
 """

@@ -56,7 +56,7 @@ def require_usable(url: str) -> None:
     if find_spec(known["class"].partition(".")[0]) is None:
         raise ConfigError(
             f"{KEY}={url}: {known.get('err')}.\n"
-            f"Fix: install the missing package; pip install 'fsdp-sft[mirror]' has s3fs and gcsfs"
+            f"Fix: install the missing package (pip install 'fsdp-sft[mirror]' for s3fs and gcsfs)"
         )
 
 
