@@ -138,7 +138,7 @@ def test_a_target_that_cannot_be_taken_is_refused(checkpoint, tmp_path):
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "empty").mkdir()
     for name in ("file", "link", "empty"):
-        with pytest.raises(ConfigError, match=f"{name}' exists already: name a new directory"):
+        with pytest.raises(ConfigError, match=f"{name}' exists already"):
             exported(checkpoint, tmp_path / name)
     with pytest.raises(ConfigError, match=r"there is no directory '.*/missing'"):
         exported(checkpoint, tmp_path / "missing" / "export")
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_nothing(checkpoint, tmp_path):
 
     with (
         patch.object(fsio, "observer", fill),
-        pytest.raises(CannotWriteError, match=r"export' cannot be made: .*No space"),
+        pytest.raises(CannotWriteError, match=r"export' cannot be created: .*No space"),
     ):
         exported(checkpoint, tmp_path / "export")
     assert os.listdir(tmp_path) == ["run"]

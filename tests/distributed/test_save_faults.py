@@ -137,8 +137,8 @@ def test_a_rank_that_stands_still_costs_one_save_and_is_named(source, tmp_path, 
     for story in stories:
         first, stopped, *_, last = story.outcomes
         assert (first, last, story.error) == (Outcome(1, True), Outcome(3, True), "")
-        assert stopped.step == 2 and "gave no answer in time" in stopped.message
-    assert "rank 1: gave no answer in time" in stories[0].outcomes[1].message
+        assert stopped.step == 2 and "did not answer in time" in stopped.message
+    assert "rank 1 did not answer in time" in stories[0].outcomes[1].message
     assert Survey.of(run_dir) == Survey(3, (1, 3))
 
 
@@ -160,7 +160,7 @@ def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
         late = _receive(ranks[0][1], 0, PATIENCE_S)
     assert story.outcomes == [Outcome(1, True)]
     assert (
-        "could not confirm whether step 2 was saved: rank 0 gave no answer in time" in story.error
+        "could not confirm whether step 2 was saved: rank 0 did not answer in time" in story.error
     )
     limit_s = SAVE_TIMEOUT_S + SHORT_GRACE_S
     assert limit_s - 0.1 < story.waited_s < limit_s + 5.0

@@ -228,8 +228,8 @@ def test_a_sharded_part_continues_on_any_number_of_ranks(tmp_path, before, after
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Undeclared, "it is not the same on rank 0 and rank 1"),
-        (ShardedWithOwn, "it is not the same on rank 0 and rank 1"),
+        (Undeclared, "it differs between rank 0 and rank 1"),
+        (ShardedWithOwn, "it differs between rank 0 and rank 1"),
         (ShardedUndeclared, "if a part holds sharded tensors"),
         (ShardedWithCount, "if a part holds sharded tensors"),
     ],
@@ -245,7 +245,7 @@ def test_a_state_that_other_ranks_could_not_take_over_is_refused_at_the_save(tmp
 def test_a_part_of_each_rank_is_not_given_to_other_ranks(tmp_path, num_ranks, changes):
     source = write_model_config(tmp_path)
     run_ranks(train_averaged, 2, tmp_path / "run", source, 2)
-    text = "state of the part 'average' for each of its ranks"
+    text = "one state of the part 'average' for each of its ranks"
     with pytest.raises(AssertionError, match=text):
         run_ranks(train_averaged, num_ranks, tmp_path / "run", source, **changes)
     (info,) = layout.checkpoints(tmp_path / "run")

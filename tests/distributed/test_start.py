@@ -39,7 +39,7 @@ def start_unseen(world: Any, run_dir: Path) -> str:
 @pytest.mark.covers("S3.30")
 def test_a_directory_that_is_not_shared_is_refused_on_every_rank(tmp_path):
     for error in run_ranks(start_unseen, 3, tmp_path / "run"):
-        assert "ranks [1] do not see what rank 0 writes" in error
+        assert "ranks [1] do not see the files that rank 0 writes" in error
     assert not list((tmp_path / "run").glob(".staging*"))
 
 

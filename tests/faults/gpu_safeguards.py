@@ -57,8 +57,7 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU 4: page-locked memory comes in powers of two",
         SNAPSHOT,
-        "            size_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES) * "
-        "ALIGNMENT_BYTES\n",
+        "            size_bytes += num_units * ALIGNMENT_BYTES\n",
         "            size_bytes += max(ALIGNMENT_BYTES, 1 << (shape.numel() * dtype.itemsize - "
         "1).bit_length())\n",
         f"{COPY}::test_one_block_of_the_size_of_the_state_is_page_locked_once",

@@ -171,7 +171,7 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_run_killed_at_its_end_is_tidied(start, straight, run_dir, end):
     start(code=1, before=partial(kill_before, run_dir, *ENDS[end]))
-    assert "was the last step, but the run did not end" in start()
+    assert "holds the last step, but the run did not end" in start()
     assert compare_runs(straight, run_dir, steps=STEPS).differences == []
     before = state_of(run_dir)
     assert "already complete" in start() and state_of(run_dir) == before

@@ -15,6 +15,7 @@ from checkpoint_fakes import commit, is_whole, rewrite_manifest, save, stage, wr
 from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, select
 from trainer.checkpoint.layout import POINTER, inspect, publish
+from trainer.checkpoint.lock import has_ended_in_order
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.runtime.progress import History
 
@@ -178,12 +179,12 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path, caplog):
     (tmp_path / ".trash_link").symlink_to(outside)
     caplog.clear()
     last = inspect(tmp_path / "global_step_10")
-    assert len(layout.leftovers(tmp_path)) == 7 and not layout.is_tidy(tmp_path, last)
+    assert len(layout.leftovers(tmp_path)) == 7 and not has_ended_in_order(tmp_path, last)
     layout.clean_leftovers(tmp_path)
     kept = [".corrupt_global_step_11.0", ".train.lock", export.name, "global_step_10", POINTER]
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
     assert outside.is_dir() and is_whole(tmp_path / "global_step_10") and not caplog.records
-    assert layout.is_tidy(tmp_path, last)
+    assert has_ended_in_order(tmp_path, last)
 
 
 @pytest.mark.covers("S3.24")

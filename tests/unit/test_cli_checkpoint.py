@@ -31,7 +31,7 @@ def test_ls_says_why_a_checkpoint_is_not_usable(run_dir, call):
     assert table["4"].startswith("incomplete") and "data.pt has 0 bytes" in table["4"]
     assert table["5"].startswith("incomplete") and "no manifest.json" in table["5"]
     assert table["6"].endswith("00 pointer") and table["8"].endswith("00 loaded by a resume")
-    assert "global_step_8 was committed just before the run died" in out
+    assert "the run died after saving global_step_8" in out
 
 
 def test_ls_alone_shows_every_run_below_checkpoints(tmp_path, call, monkeypatch):

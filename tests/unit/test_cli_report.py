@@ -112,5 +112,5 @@ def test_a_run_leaves_a_page_and_a_report_that_fails_is_only_a_warning(tmp_path,
     assert "report      " in caplog.text and str(tmp_path / "report.html") in caplog.text
     assert "</html>" in (tmp_path / "report.html").read_text()
     write_final_report(tmp_path / "nothing")
-    assert "no report: ERROR: cannot read" in caplog.text
+    assert "cannot write the report: ERROR: cannot read" in caplog.text
     assert "bash run_sft.sh report" in caplog.text

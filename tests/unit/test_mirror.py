@@ -197,7 +197,7 @@ def test_commands_know_the_mirror(run_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("bucket/path", "is no URL"),
+        ("bucket/path", "is not a URL"),
         ("nosuch://a/b", "nosuch"),
         ("hf://org/repo", "hf://buckets"),
         ("x3://b", "pip install"),

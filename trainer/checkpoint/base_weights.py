@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer.checkpoint import fsio
+from trainer.checkpoint.fsio import Share
 from trainer.checkpoint.shards import Shards
 from trainer.config import ConfigError
 from trainer.model import lora_layers
@@ -95,7 +96,7 @@ def _digest(hashes: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
 
-def _hashes(directory: Path, *, share: tuple[int, int]) -> dict[str, str]:
+def _hashes(directory: Path, *, share: Share) -> dict[str, str]:
     """Return file name -> SHA-256 for share `(index, count)` of the weight files."""
     index, count = share
     files = weight_files(directory)[index::count]
@@ -111,8 +112,8 @@ def base_tensors(directory: Path) -> dict[str, StoredTensor]:
     files = weight_files(directory)
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise ConfigError(
-            f"'{directory}' has no safetensors to merge adapters with.\n"
-            f"Fix: hf_model in trainer.checkpoint.save_contents exports the adapters alone"
+            f"'{directory}' has no safetensors files to merge adapters with.\n"
+            f"Fix: export only the adapters, with hf_model in trainer.checkpoint.save_contents"
         )
     return weights_in(directory)
 

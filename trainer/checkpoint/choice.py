@@ -4,23 +4,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.layout import POINTER, CheckpointInfo, Pointer
+from trainer.checkpoint.layout import POINTER, Checkpoint, CheckpointInfo, Pointer
 from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import CannotWriteError
+from trainer.runtime.environment import call
 
 
 class NoUsableCheckpointError(ConfigError):
-    """The run has checkpoints, but cannot continue from any of them. Exit code 2.
+    """The run has checkpoints, but none that it can continue from. Exit code 2.
 
-    The run never begins at step 0 instead.
+    The run never starts again at step 0 instead.
     """
 
 
 @dataclass(frozen=True)
 class Selection:
-    """`candidates`: the checkpoint to continue from, then older ones in case it is damaged.
+    """The checkpoint to continue from, and older ones.
 
-    `notes` are warnings about the choice and about skipped checkpoints.
+    `candidates`: checkpoints in the order in which they are tried, until one is undamaged. `notes`:
+    warnings about the choice and about skipped checkpoints.
     """
 
     candidates: tuple[CheckpointInfo, ...] = ()
@@ -34,12 +36,13 @@ class Selection:
 def select(run_dir: Path) -> Selection:
     """Choose the checkpoint that an interrupted run continues from; none in a new run directory.
 
-    The pointer decides, with one exception. A newer committed checkpoint that the pointer never
-    named is preferred, because the run died between commit and publish. If the pointer once named a
-    newer checkpoint, a person moved it back. Raises `NoUsableCheckpointError` if the directory has
-    checkpoints or a pointer, but no usable checkpoint.
+    The pointer decides, with one exception: a newer committed checkpoint that the pointer has never
+    named is preferred, because the run died between commit and publish. If the pointer has named a
+    newer checkpoint before, someone moved the pointer back. Raises `NoUsableCheckpointError` if the
+    directory has checkpoints or a pointer, but no usable checkpoint.
     """
-    found, pointer = layout.checkpoints(run_dir), layout.read_pointer(run_dir)
+    found = layout.checkpoints(run_dir)
+    pointer = layout.read_pointer(run_dir)
     usable = [info for info in reversed(found) if info.manifest]
     if not usable:
         _require_new(run_dir, found, pointer)
@@ -51,24 +54,28 @@ def select(run_dir: Path) -> Selection:
 
 
 def _choose(usable: list[CheckpointInfo], pointer: Pointer) -> tuple[CheckpointInfo, str | None]:
-    """Choose from `usable` (newest first). Add a note unless the pointer names the newest."""
+    """Choose from `usable` (newest first). The note explains any choice but the pointed newest."""
     newest = usable[0]
     pointed = next((info for info in usable if info.step == pointer.step), None)
     if pointed is None:
-        said = (
-            "is missing" if pointer.raw is None else f"says {pointer.raw!r}: no usable checkpoint"
-        )
-        return newest, f"{POINTER} {said}; continuing from the newest, {newest.path.name}"
+        problem = "is missing"
+        if pointer.raw is not None:
+            problem = f"names no usable checkpoint ({pointer.raw!r})"
+        return newest, f"{POINTER} {problem}; continuing from the newest, {newest.path.name}"
     unpublished = [info for info in usable if not info.published and info.step > pointed.step]
     if unpublished:
         first = unpublished[0]
-        return first, f"{first.path.name} was committed just before the run died, unpublished"
+        return first, f"the run died after saving {first.path.name}, before {POINTER} named it"
     if newest is not pointed:
-        return pointed, f"{POINTER} was moved back to {pointed.path.name}; newer ones are kept"
+        return (
+            pointed,
+            f"{POINTER} was moved back to {pointed.path.name}; newer checkpoints are kept",
+        )
     return pointed, None
 
 
-def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -> None:
+def _require_new(run_dir: Path, found: list[Checkpoint], pointer: Pointer) -> None:
+    """Raise `NoUsableCheckpointError` if the directory has any trace of a checkpoint."""
     corrupt = [name for name in fsio.list_dir(run_dir) if name.startswith(layout.CORRUPT_PREFIX)]
     if not found and not corrupt and pointer.raw is None:
         return
@@ -82,7 +89,7 @@ def _require_new(run_dir: Path, found: list[CheckpointInfo], pointer: Pointer) -
 
 
 def candidates_of(config: TrainerConfig) -> Selection:
-    """Return the checkpoints that `resume_mode` lets the run continue from.
+    """Return the checkpoints from which `trainer.resume_mode` lets the run continue.
 
     Raises `ConfigError` if the mode forbids the existing checkpoints, or if none is usable.
     """
@@ -91,8 +98,9 @@ def candidates_of(config: TrainerConfig) -> Selection:
         if found := layout.checkpoints(run_dir):
             raise ConfigError(
                 f"trainer.resume_mode=disable, but '{run_dir}' holds checkpoints up to step "
-                f"{found[-1].step}, which are never overwritten.\nFix: resume_mode=auto "
-                f"continues; another trainer.experiment_name starts a new run"
+                f"{found[-1].step}, which are never overwritten.\nFix: continue with "
+                f"trainer.resume_mode=auto, or start a new run with "
+                f"trainer.experiment_name=<new name>"
             )
         return Selection()
     if config.resume_mode == "auto":
@@ -105,13 +113,15 @@ def candidates_of(config: TrainerConfig) -> Selection:
     info = layout.inspect(path)
     if not info.manifest:
         raise ConfigError(
-            f"trainer.resume_from_path={path} is not a usable checkpoint: {info.reason}"
+            f"trainer.resume_from_path={path} is not a usable checkpoint: {info.reason}.\n"
+            f"Fix: choose a committed checkpoint; {call(f'checkpoint ls {path.parent}')} lists them"
         )
     return Selection((info,))
 
 
 def cannot_use(run_dir: Path, error: OSError) -> CannotWriteError:
-    reason = error.strerror or error
+    """Return the error of a run whose directory cannot be written."""
     return CannotWriteError(
-        f"cannot write to trainer.default_local_dir={run_dir}: {reason}; choose another directory"
+        f"cannot write to trainer.default_local_dir={run_dir}: {error.strerror or error}.\n"
+        f"Fix: make it writable, or choose a different trainer.default_local_dir"
     )

@@ -1,7 +1,7 @@
 """`huggingface/`: the model as transformers and vLLM load it, made from a checkpoint's shards.
 
 Tensors are read from the shard files one by one, written as safetensors, and read back. An export
-needs no model, GPU or other rank. So it can run in the background of training, or later on any
+needs no model, GPU or other rank, so it can run in the background during training, or later on any
 machine.
 """
 
@@ -9,8 +9,9 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ from trainer.checkpoint.base_weights import (
     base_tensors,
     changes_of,
 )
-from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.fsio import FileRecord, Share
 from trainer.checkpoint.model_card import FILE_NAME as CARD
 from trainer.checkpoint.model_files import CONFIG, GENERATION_CONFIG, TEMPLATES, ModelFiles
 from trainer.checkpoint.shards import Shards, copied, shapes_of, write_tensors
@@ -46,18 +47,18 @@ from trainer.model.weights import StoredTensor, TensorGroup, WholeCheckpoint, ma
 
 MAX_FILE_BYTES = 5 * 10**9
 OTHER_PARTS = "model-other-parts.safetensors"
-"""The file of tensors that are exported unchanged. The shards do not contain them, so every
-checkpoint has this file if the model has such tensors.
+"""The file of tensors that are exported unchanged. The shards do not contain these tensors, so
+every checkpoint of a model that has them contains this file.
 """
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The values, besides the shards, that an export needs from the run.
+    """The values that an export needs from the run, in addition to the shards.
 
-    chat_template: None for the tokenizer's own template, whose files are copied byte for byte;
-    whole: set if the model's files contain untrained tensors, which the export then contains too;
-    adapter: set if the run trains adapters.
+    chat_template: None for the tokenizer's template, whose files are copied byte for byte; whole:
+    set if the model's files contain untrained tensors, which are then exported too; adapter: set if
+    the run trains adapters.
     """
 
     files: ModelFiles
@@ -96,32 +97,34 @@ class ExportPlan:
         tensors = (*self.layout.values(), *shapes_of(self.others).values())
         return sum(tensor.nbytes for tensor in tensors)
 
-    def with_copies(self, directory: Path, *, share: tuple[int, int]) -> Self:
+    def with_copies(self, directory: Path, *, share: Share) -> Self:
         """Copy this writer's share of the tensors in the model directory, and return the new plan.
 
         The model directory is not read again afterwards. Raises `ConfigError` if the tensors
         changed while the run started, and `OSError` if the copy fails.
         """
-        source, base = self.source, self.base
+        source = self.source
+        base = self.base
         if source.whole is not None and share[0] == 0:
             others = copied(source.whole.others, directory)
             whole = dataclasses.replace(source.whole, others=others)
             if whole.others_digest != source.whole.others_digest:
                 raise ConfigError(
-                    "the weights of the model changed while the run started; start again"
+                    f"the weights in model.partial_pretrain={source.files.directory} changed while "
+                    f"the run started.\n"
+                    f"Fix: run the same command again when nothing writes to that directory"
                 )
             source = dataclasses.replace(source, whole=whole)
         if base:
             made_from = {
                 name: base[name]
-                for names in self.files_of(share).values()
-                for exported in names
+                for exported in chain.from_iterable(self.files_of(share).values())
                 for name in self.groups[exported].stored
             }
             base = {**base, **copied(made_from, directory)}
         return dataclasses.replace(self, source=source, base=base)
 
-    def files_of(self, share: tuple[int, int]) -> dict[str, list[str]]:
+    def files_of(self, share: Share) -> dict[str, list[str]]:
         """Return file name -> names of its tensors for share `(index, count)` of the files."""
         index, count = share
         return dict(list(self.files.items())[index::count])
@@ -151,21 +154,23 @@ def plan_export(
     Raises `ConfigError` for a model that transformers could not load again, and for a base model
     that adapters cannot be merged with.
     """
+    adapter = source.adapter
     base: Mapping[str, StoredTensor] = {}
     changes: dict[str, Change] = {}
     in_full: dict[str, str] = {}
     places: Places = {}
-    if source.adapter is not None:
-        if architecture is not None and source.adapter.whole is not None:
-            places = places_of(architecture, source.adapter.whole)
-        in_full = source.adapter.trained_in_full(shapes, places)
+    if adapter is not None:
+        if architecture is not None and adapter.whole is not None:
+            places = places_of(architecture, adapter.whole)
+        in_full = adapter.trained_in_full(shapes, places)
     target_dtype = getattr(torch, dtype)
     own = {
         name: torch.empty(tensor.shape, dtype=target_dtype, device="meta")
         for name, tensor in shapes.items()
     }
-    pattern, max_bytes = "model{suffix}.safetensors", MAX_FILE_BYTES
-    if source.adapter is None:
+    pattern = "model{suffix}.safetensors"
+    max_bytes = MAX_FILE_BYTES
+    if adapter is None:
         own |= {name: tensor.to("meta") for name, tensor in buffers.items()}
         groups = _stored_groups(own, architecture, source.whole)
         if source.whole is not None:
@@ -175,11 +180,12 @@ def plan_export(
         groups = [
             TensorGroup((peft_name(name, places),), (own_name,)) for name, own_name in names.items()
         ]
-        pattern, max_bytes = ADAPTER_WEIGHTS, sys.maxsize
+        pattern = ADAPTER_WEIGHTS
+        max_bytes = sys.maxsize
     else:
-        base = base_tensors(source.adapter.base)
-        changes = changes_of(source.adapter, shapes, in_full, architecture, places)
-        groups, others = _base_groups(base, changes, architecture, source.adapter.whole)
+        base = base_tensors(adapter.base)
+        changes = changes_of(adapter, shapes, in_full, architecture, places)
+        groups, others = _base_groups(base, changes, architecture, adapter.whole)
         own = _base_shapes(groups, base, set(others), target_dtype)
         architecture = None
     layout: dict[str, Tensor] = {}
@@ -189,7 +195,9 @@ def plan_export(
         layout |= made
         by_name |= dict.fromkeys(made, group)
     if not has_weights:
-        layout, by_name, base = {}, {}, {}
+        layout = {}
+        by_name = {}
+        base = {}
     split = split_state_dict_into_shards_factory(
         layout,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -283,8 +291,9 @@ def _stored_groups(
     groups, unknown = match(architecture, several, names)
     if unknown or {name for group in groups for name in group.own} != own.keys():
         raise ConfigError(
-            f"{type(architecture).__name__} cannot be exported: transformers {__version__} "
-            f"does not load what it would save ({', '.join(unknown[:5])})"
+            f"{type(architecture).__name__} cannot be exported: transformers {__version__} would "
+            f"save tensors that it cannot load again ({', '.join(unknown[:5])}).\n"
+            f"Fix: install a transformers version that can, or train a different model"
         )
     order = {name: place for place, name in enumerate(own)}
     return sorted(groups, key=lambda group: min(order[name] for name in group.own))
@@ -294,8 +303,7 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a sharded model's architecture without weights, under its own class name."""
     original: Any = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     with torch.device("meta"):
-        meta_model: PreTrainedModel = original(copy.deepcopy(model.config))
-    return meta_model
+        return original(copy.deepcopy(model.config))
 
 
 def require_export(info: layout.CheckpointInfo) -> None:
@@ -304,7 +312,7 @@ def require_export(info: layout.CheckpointInfo) -> None:
     if not {path.name for path in export.glob("*.safetensors")} - {OTHER_PARTS}:
         raise ConfigError(
             f"'{export}' holds no weights: trainer.checkpoint.save_contents had no hf_model.\n"
-            f"Fix: take a checkpoint that was saved with it"
+            f"Fix: choose a checkpoint that was saved with hf_model"
         )
 
 
@@ -314,7 +322,7 @@ def write_export(
     shards: Shards,
     buffers: Mapping[str, Tensor],
     *,
-    share: tuple[int, int] = (0, 1),
+    share: Share = (0, 1),
     card: bytes | None = None,
 ) -> list[FileRecord]:
     """Write share `(index, count)` of the weight files into the directory `target`.
@@ -323,7 +331,8 @@ def write_export(
     the parent of `target`. The first writer adds the other files, and the model card if the export
     has weights.
     """
-    root, records = target.parent, []
+    root = target.parent
+    records: list[FileRecord] = []
     if share[0] == 0:
         small_files = _companions(plan)
         if plan.files and card is not None:
@@ -331,16 +340,12 @@ def write_export(
         if len(plan.files) > 1 or (plan.files and plan.source.whole is not None):
             small_files[INDEX] = _index(plan)
         # Write these first: their source checkpoint may be deleted while the weights are written.
-        records = [
-            fsio.write_file(target / name, data, root=root) for name, data in small_files.items()
-        ]
-    if share[0] == 0 and plan.source.whole is not None:
-        others = (tensor.whole() for tensor in plan.others.values())
-        records.append(
-            write_tensors(target / OTHER_PARTS, shapes_of(plan.others), others, root=root)
-        )
-    if not plan.files:
-        return records
+        for name, data in small_files.items():
+            records.append(fsio.write_file(target / name, data, root=root))
+        if plan.source.whole is not None:
+            others = (tensor.whole() for tensor in plan.others.values())
+            path = target / OTHER_PARTS
+            records.append(write_tensors(path, shapes_of(plan.others), others, root=root))
 
     of_own = {name: group for group in plan.groups.values() for name in group.own}
 
@@ -354,7 +359,7 @@ def write_export(
         return plan.changes[name].applied(value, shards, plan.source.adapter)
 
     mine = plan.files_of(share)
-    tensors = _exported(plan, read, [name for names in mine.values() for name in names])
+    tensors = _exported(plan, read, chain.from_iterable(mine.values()))
     for file_name, names in mine.items():
         shapes = {name: plan.layout[name] for name in names}
         records.append(write_tensors(target / file_name, shapes, tensors, root=root))
@@ -371,14 +376,15 @@ def _index(plan: ExportPlan) -> bytes:
 
 
 def _exported(
-    plan: ExportPlan, read: Callable[[str], Tensor], names: list[str]
+    plan: ExportPlan, read: Callable[[str], Tensor], names: Iterable[str]
 ) -> Iterator[Tensor]:
     """Yield the named tensors in their exported dtype. Only one group is in memory at a time."""
     made: dict[str, Tensor] = {}
     for name in names:
         if name not in made:
             made.clear()
-            group, dtype = plan.groups[name], plan.layout[name].dtype
+            group = plan.groups[name]
+            dtype = plan.layout[name].dtype
             made |= group.to_stored([_cast(read(own), dtype, own) for own in group.own])
         yield made.pop(name)
 
@@ -417,7 +423,7 @@ def _companions(plan: ExportPlan) -> dict[str, bytes]:
 
 def _config(plan: ExportPlan) -> dict[str, object]:
     """Return the source's config with the exported dtype. All readers understand `torch_dtype`."""
-    config: dict[str, object] = json.loads(plan.source.files.contents[CONFIG])
+    config = json.loads(plan.source.files.contents[CONFIG])
     config["torch_dtype"] = plan.dtype
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
@@ -433,12 +439,12 @@ def _config(plan: ExportPlan) -> dict[str, object]:
 
 def _generation_config(source: ExportSource) -> dict[str, object]:
     """Return the source's generation config, with the end tokens of trained turns added."""
-    config: dict[str, object] = json.loads(source.files.contents.get(GENERATION_CONFIG, b"{}"))
-    known = config.get("eos_token_id", [])
-    ids = [i for i in (known if isinstance(known, list) else [known]) if isinstance(i, int)]
-    merged = list(dict.fromkeys([*ids, *source.end_token_ids]))
-    if merged:
-        config["eos_token_id"] = merged if len(merged) > 1 else merged[0]
+    config = json.loads(source.files.contents.get(GENERATION_CONFIG, b"{}"))
+    known = config.get("eos_token_id")
+    candidates = [*(known if isinstance(known, list) else [known]), *source.end_token_ids]
+    ids = list(dict.fromkeys(i for i in candidates if isinstance(i, int)))
+    if ids:
+        config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     return config
 
 

@@ -12,6 +12,7 @@ success the second time. The error ends this save, and the next save writes new 
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -67,12 +68,16 @@ class FileRecord:
     sha256: str
 
 
+Share = tuple[int, int]
+"""Files that one rank writes or reads: every `count`-th file from `index` on, as (index, count)."""
+
+
 class HashingFile:
     """A new file that counts and hashes the bytes written to it. `torch.save` accepts it as a file.
 
     The end of a `with` block syncs and closes the file, or closes it unsynced if the block raised
     an error. `fsync_tree` makes the directory entry durable. Raises `OSError` if the path exists or
-    the disk refuses. `torch.save` hides such an error in a `RuntimeError`; the end of the block
+    a write fails. `torch.save` hides such an error in a `RuntimeError`, but the end of the block
     raises the original error.
     """
 
@@ -184,7 +189,7 @@ def temporary_path(path: Path) -> Path:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename within one directory. Raises `OSError` if `target` is a directory that is not empty."""
+    """Rename within one directory. Raises `OSError` if `target` is a non-empty directory."""
     rename_unsynced(source, target)
     fsync_dir(target.parent)
 
@@ -270,8 +275,7 @@ def _named(path: Path) -> Iterator[None]:
 
 def free_bytes(path: Path) -> int:
     """Return the bytes free for this user on a directory's file system. Quotas are ignored."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    return shutil.disk_usage(path).free
 
 
 def await_files(root: Path, records: Iterable[FileRecord], *, deadline: float) -> None:
@@ -283,7 +287,7 @@ def await_files(root: Path, records: Iterable[FileRecord], *, deadline: float) -
     for record in records:
         while (problem := size_problem(root, record)) is not None:
             if time.monotonic() >= deadline:
-                raise OSError(f"{root}: a written file is not visible here: {problem}")
+                raise OSError(f"{root}: a written file is not visible on this machine: {problem}")
             time.sleep(VISIBILITY_POLL_S)
 
 

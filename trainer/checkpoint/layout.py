@@ -1,7 +1,7 @@
 """The run directory: its file names and its checkpoints. For rank 0 only; imports no torch.
 
-A single rename (`commit`) creates a checkpoint. `publish` makes it the checkpoint to continue from.
-Everything is read from the disk each time. Nothing is ordered by a clock or a modification time.
+A single rename (`commit`) creates a checkpoint, and `publish` makes it the one to continue from.
+Nothing is cached: all functions read the disk. Clocks and modification times decide nothing.
 """
 
 import logging
@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
@@ -20,7 +20,7 @@ from trainer.runtime.files import regular_opener, try_lock
 
 POINTER = "latest_checkpointed_iteration.txt"
 PUBLISHED = ".published"
-"""A file that marks a checkpoint that the pointer has named at some time."""
+"""An empty file that marks a checkpoint that the pointer has named at some time."""
 FSDP_CONFIG = "fsdp_config.json"
 DATA = "data.pt"
 HUGGINGFACE = "huggingface"
@@ -31,7 +31,7 @@ READING_PREFIX = ".reading_"
 IN_USE = "in_use"
 """A file in a `READING_PREFIX` directory, on which the reader holds a lock."""
 SAVE_TIMEOUT_S = 1800.0
-"""Seconds after which a save, or an upload without an answer, is given up."""
+"""Seconds after which a save, or an upload that gets no answer, is given up."""
 
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
@@ -73,10 +73,10 @@ def staging_dir(run_dir: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Pointer:
-    """The pointer file.
+    """The content of the pointer file.
 
-    `raw`: its text, or the reason why it is unreadable; None without the file. `step`: None if the
-    text is not a step.
+    `raw`: its text, or the reason why it is unreadable; None if there is no file. `step`: None if
+    the text is not a step.
     """
 
     raw: str | None
@@ -101,31 +101,41 @@ def read_pointer(run_dir: Path) -> Pointer:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A `global_step_N` directory on the disk.
+    """A committed checkpoint: a directory `global_step_N` with a valid manifest.
 
-    `published`: True if the pointer has named it at some time. `reason`: the problem that makes the
-    checkpoint unusable, if it has no `manifest`.
+    All files that a resume needs have the sizes in the manifest; `verify_files` proves their
+    contents. `published`: True if the pointer has named the checkpoint at some time.
     """
 
     step: int
     path: Path
-    reason: str = ""
+    manifest: Manifest
     published: bool = False
-    manifest: Manifest | None = None
+    status: ClassVar = "committed"
+    reason: ClassVar = ""
 
     @property
-    def nonce(self) -> str | None:
-        return self.manifest.nonce if self.manifest else None
-
-    @property
-    def status(self) -> Literal["committed", "incomplete"]:
-        """committed: the manifest is valid, and all files that a resume needs have the listed sizes
-        (`verify_files` proves their contents). incomplete: any other state; `reason` explains it.
-        """
-        return "committed" if self.manifest else "incomplete"
+    def nonce(self) -> str:
+        return self.manifest.nonce
 
 
-def inspect(path: Path) -> CheckpointInfo:
+@dataclass(frozen=True)
+class IncompleteCheckpoint:
+    """A directory `global_step_N` that is not a committed checkpoint, and the reason."""
+
+    step: int
+    path: Path
+    reason: str
+    status: ClassVar = "incomplete"
+    published: ClassVar = False
+    manifest: ClassVar = None
+    nonce: ClassVar = None
+
+
+Checkpoint = CheckpointInfo | IncompleteCheckpoint
+
+
+def inspect(path: Path) -> Checkpoint:
     """Judge a checkpoint by its file names and sizes.
 
     Raises `ConfigError` if the directory is not called `global_step_N`.
@@ -133,32 +143,33 @@ def inspect(path: Path) -> CheckpointInfo:
     step = parse_step(path.name)
     if step is None:
         raise ConfigError(
-            f"'{path}' is not a checkpoint: give a directory called global_step_<step>"
+            f"'{path}' is not a checkpoint.\nFix: give a directory called global_step_<step>"
         )
     try:
         fsio.require_dir(path)
         names = fsio.list_dir(path)
         if MANIFEST not in names:
-            raise OSError(f"it has no {MANIFEST}: no save of this trainer finished it")
+            raise OSError(f"it has no {MANIFEST}, so no save of this trainer finished it")
         manifest = parse_manifest(fsio.read_bytes(path / MANIFEST), step=step)
         for record in manifest.files:
             if not is_export(record.path) and (problem := fsio.size_problem(path, record)):
                 raise OSError(problem)
     except ManifestError as error:
-        return CheckpointInfo(step, path, f"{MANIFEST}: {error}")
+        return IncompleteCheckpoint(step, path, f"{MANIFEST}: {error}")
     except OSError as error:
         file_name = "" if error.filename is None else f"{Path(str(error.filename)).name}: "
-        return CheckpointInfo(step, path, f"{file_name}{error.strerror or error}")
-    return CheckpointInfo(step, path, published=PUBLISHED in names, manifest=manifest)
+        return IncompleteCheckpoint(step, path, f"{file_name}{error.strerror or error}")
+    return CheckpointInfo(step, path, manifest, published=PUBLISHED in names)
 
 
-def checkpoints(run_dir: Path) -> list[CheckpointInfo]:
-    """Return every `global_step_N`, in whatever state, sorted by step.
+def checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Return every `global_step_N`, committed or not, sorted by step.
 
     A directory that is deleted meanwhile is left out.
     """
     names = [name for name in fsio.list_dir(run_dir) if parse_step(name) is not None]
-    found = sorted((inspect(run_dir / name) for name in names), key=lambda info: info.step)
+    found = [inspect(run_dir / name) for name in names]
+    found.sort(key=lambda info: info.step)
     return [info for info in found if info.manifest or os.path.lexists(info.path)]
 
 
@@ -169,18 +180,18 @@ def committed(run_dir: Path) -> list[CheckpointInfo]:
 def commit(staging: Path, step: int, *, nonce: str) -> Path:
     """Rename a finished staging directory to its final name. From then on the checkpoint exists.
 
-    `nonce`: the nonce of its manifest. Its files must be synced (`fsio.fsync_tree`). A directory
-    that already has the final name, from a corrupt or abandoned attempt, is set aside. Raises
-    `FileExistsError` if that directory is complete and the pointer names it: no crash may leave the
-    run without it, and a saved step need not be saved again.
+    `nonce`: the nonce in its manifest. Sync its files first (`fsio.fsync_tree`). A directory that
+    already has the final name, from a corrupt or abandoned attempt, is set aside. Raises
+    `FileExistsError` if that directory is complete and the pointer names it: a crash must not leave
+    the run without it.
     """
     final = staging.parent / step_dir_name(step)
     if final.name in fsio.list_dir(final.parent):
         if read_pointer(final.parent).step == step and inspect(final).manifest:
             raise FileExistsError(
-                f"'{final}' is the checkpoint this run continues from: it is never replaced"
+                f"'{final}' is the checkpoint that this run continues from and is never replaced"
             )
-        quarantine(final, "its step is saved again")
+        quarantine(final, "its step is being saved again")
     try:
         fsio.rename_unsynced(staging, final)
     except OSError:
@@ -198,20 +209,14 @@ def publish(run_dir: Path, step: int) -> None:
     if unmarked or read_pointer(run_dir).step != step:
         fsio.atomic_write(run_dir / POINTER, str(step).encode())
     if unmarked:
-        mark(step_dir, PUBLISHED)
+        mark_published(step_dir)
 
 
-def mark(step_dir: Path, name: str) -> None:
-    """Create an empty file durably, even if an earlier attempt was interrupted."""
-    if name not in fsio.list_dir(step_dir):
-        fsio.write_file(step_dir / name, b"", root=step_dir)
+def mark_published(step_dir: Path) -> None:
+    """Create the mark durably, even if an earlier attempt was interrupted."""
+    if PUBLISHED not in fsio.list_dir(step_dir):
+        fsio.write_file(step_dir / PUBLISHED, b"", root=step_dir)
     fsio.fsync_dir(step_dir)
-
-
-def is_tidy(run_dir: Path, last: CheckpointInfo) -> bool:
-    """Return True if the pointer names `last` and there are no leftovers, as after a clean end."""
-    is_pointed_to = last.published and read_pointer(run_dir).step == last.step
-    return is_pointed_to and not leftovers(run_dir)
 
 
 def quarantine(path: Path, reason: str) -> Path:
@@ -221,27 +226,23 @@ def quarantine(path: Path, reason: str) -> Path:
     while (name := f"{CORRUPT_PREFIX}{path.name}.{number}") in taken:
         number += 1
     fsio.rename(path, path.parent / name)
-    logger.warning("set %s aside as %s: %s", path, name, reason)
+    logger.warning("renamed %s to %s: %s", path, name, reason)
     return path.parent / name
 
 
 def is_in_use(reading: Path) -> bool:
     """Return False if the reader of a `READING_PREFIX` directory is known to be dead."""
+    opener = regular_opener(os.O_RDWR, follow_links=False)
     try:
         # NFS gives an exclusive lock only on a file that is open for writing.
-        descriptor = regular_opener(os.O_RDWR, follow_links=False)(str(reading / IN_USE), 0)
+        with os.fdopen(opener(str(reading / IN_USE), 0), "rb") as file:
+            return try_lock(file.fileno()) is not True
     except OSError:
         return True
-    try:
-        return try_lock(descriptor) is not True
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
 
 
 def leftovers(run_dir: Path) -> list[str]:
-    """Return the names of leftovers: half-written or half-deleted files, and dead readers' links.
+    """Return the names of half-written or half-deleted files, and of dead readers' links.
 
     Directories with a temporary name are exports in progress, not leftovers.
     """

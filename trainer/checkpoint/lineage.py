@@ -1,19 +1,18 @@
-"""Compare a run with its continuation: some values must be equal; others cause a warning."""
+"""Compare a run with its checkpoint: some values must be equal, others cause only a warning."""
 
 from collections.abc import Collection, Mapping
-from functools import reduce
-from operator import getitem
 from typing import Any
 
 from trainer.config import MAX_TOKENS, RECOMPUTE, ConfigError
+from trainer.runtime.json_lines import flat
 
 SOME_TWICE = "some samples may come twice, some not at all"
 REFUSED = {
-    "data": f"training continues at the same place in the new data; {SOME_TWICE}",
+    "data": f"training continues at the same position in the new data; {SOME_TWICE}",
     "train_batch_size": "the rest of the epoch uses the new size; each sample still comes once",
-    "seed": f"the rest of the epoch has another order; {SOME_TWICE}",
-    "data.order": f"the rest of the epoch has another order; {SOME_TWICE}",
-    "tokenizer": "tokens it adds have untrained weights; exports contain the new tokenizer",
+    "seed": f"the rest of the epoch has a different order; {SOME_TWICE}",
+    "data.order": f"the rest of the epoch has a different order; {SOME_TWICE}",
+    "tokenizer": "added tokens have untrained weights; exports contain the new tokenizer",
     "model_config": "the saved weights continue in the changed architecture",
     "other_parts": "the untrained tensors are exported as they are now",
 }
@@ -22,14 +21,14 @@ REFUSED = {
 
 BASE_WEIGHTS = "base_weights"
 FIXED = {
-    BASE_WEIGHTS: "adapters fit the weights they were trained for",
+    BASE_WEIGHTS: "adapters fit only the weights they were trained for",
     **dict.fromkeys(
         ("model.lora_rank", "model.lora_alpha", "model.use_rslora", "model.target_modules"),
         "the saved adapters have this shape",
     ),
-    "model.modules_to_save": "the checkpoints hold the trained modules only",
-    "model.load_in_4bit": "adapters fit the weights they were trained for",
-    "model.freeze": "the optimizer has a state for the trained parameters only",
+    "model.modules_to_save": "the checkpoints hold only the trained modules",
+    "model.load_in_4bit": "adapters fit only the weights they were trained for",
+    "model.freeze": "the optimizer has a state only for the trained parameters",
 }
 """Values whose change is always refused, and the reason."""
 
@@ -54,32 +53,16 @@ WARNED = (
     "torch",
     "transformers",
 )
-"""Values whose change may affect the numbers and so causes a warning. The learning rate is compared
-as a schedule. All other keys may change freely.
+"""Values whose change may affect the numbers, and therefore causes a warning. The learning rate is
+compared as part of its schedule. All other keys may change freely.
 """
 
 
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
-    """Return fingerprints by name, from the resolved configuration and from further `values`."""
-    configured = {
-        key: reduce(getitem, key.split("."), resolved)
-        for key in (*FIXED, *REFUSED, *WARNED)
-        if "." in key
-    }
+    """Return fingerprints by name, of the resolved configuration and of the other `values`."""
+    settings = flat(resolved)
+    configured = {key: settings[key] for key in (*FIXED, *REFUSED, *WARNED) if "." in key}
     return {name: str(value) for name, value in (configured | values).items()}
-
-
-def _is_equal(key: str, saved: str, now: str) -> bool:
-    """Return True if two values are equal.
-
-    The previous version saved settings as the user wrote them, such as 2 for 2.0 and x for ['x'].
-    """
-    if saved == now or "." not in key:
-        return saved == now
-    try:
-        return float(saved) == float(now)
-    except ValueError:
-        return saved.strip("[]'") == now.strip("[]'")
 
 
 def compare(
@@ -93,18 +76,18 @@ def compare(
     changed = {
         key: f"{key}: {saved[key]} -> {now[key]}"
         for key in now
-        if not _is_equal(key, saved.get(key, now[key]), now[key])
+        if saved.get(key, now[key]) != now[key]
     }
     refused = [key for key in (*FIXED, *REFUSED) if key in changed and key not in allow]
     if not refused:
         return [
             f"{text} ({REFUSED[key]})" if key in REFUSED else text for key, text in changed.items()
         ]
-    lines = ["the checkpoint belongs to another run; saved -> now:"]
+    lines = ["the checkpoint belongs to a different run; saved -> now:"]
     for key, text in changed.items():
         reason = f"   <- refused: {(FIXED | REFUSED)[key]}" if key in refused else ""
         lines.append(f"  {text}{reason}")
-    fix = "Fix: restore what is refused, or start a new run with trainer.experiment_name=<new name>"
+    fix = "Fix: restore the refused values, or start a new run with trainer.experiment_name=<new name>"
     if not FIXED.keys() & refused:
-        fix += f", or accept it with trainer.resume_allow=[{','.join(refused)}]"
+        fix += f", or accept the change with trainer.resume_allow=[{','.join(refused)}]"
     raise ConfigError("\n".join([*lines, fix]))

@@ -1,6 +1,6 @@
 """A lock that allows one run per directory.
 
-A killed run cannot leave the lock behind, and a run that lost the lock cannot go on using it.
+A killed run does not leave the lock behind, and a run that lost the lock cannot keep using it.
 """
 
 import errno
@@ -33,15 +33,15 @@ class RunLock:
     """Exclusive use of a run directory, held by rank 0 while it may write checkpoints.
 
     The lock is an exclusive `flock` on `.train.lock`: the kernel releases it when the process dies,
-    and a stopped process keeps it. Without `needs_flock`, a file system without locks is accepted;
-    on such a file system the later run takes the directory.
+    and a stopped process keeps it. With `needs_flock=False`, a file system without locks is
+    accepted; there, a later run takes over the directory.
 
-    The file records the holder and a nonce. A run that takes over replaces the nonce. A run that
-    was stopped meanwhile then learns from `is_held` that it may no longer publish. The file is
-    never deleted, since another run could be waiting on the deleted file. A clean release empties
+    The file records the holder and a nonce. A run that takes over replaces the nonce. If the
+    earlier run was only stopped, `is_held` then tells it that it may no longer publish. The file is
+    never deleted, because another run could be waiting on the deleted file. A clean release empties
     it.
 
-    Forked children release the lock at once: a loader worker may outlive a killed trainer.
+    Forked children release the lock at once, because a loader worker may outlive a killed trainer.
     """
 
     def __init__(self, run_dir: Path, *, needs_flock: bool = True) -> None:
@@ -51,10 +51,10 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self, *, timeout_s: float = 20.0) -> None:
-        """Take the lock; wait at most `timeout_s`, since ranks of a killed run may linger a moment.
+        """Take the lock. Waits at most `timeout_s`, because ranks of a killed run may linger.
 
-        Raises `ConfigError` if another run still holds the lock (the message names it) or if the
-        file system has no locks, and `CannotWriteError` if the directory cannot be written.
+        Raises `ConfigError` if another run still holds the lock (the message names that run) or if
+        the file system has no locks, and `CannotWriteError` if the lock file cannot be written.
         """
         deadline_s = time.monotonic() + timeout_s
         self._record = {
@@ -69,7 +69,7 @@ class RunLock:
                 if time.monotonic() >= deadline_s:
                     raise ConfigError(
                         f"'{self._path.parent}' is in use by another run ({self._holder()}).\n"
-                        f"Fix: wait for it or stop it, or train into another directory "
+                        f"Fix: wait for that run or stop it, or train in a different directory "
                         f"(trainer.default_local_dir or trainer.experiment_name)"
                     )
                 time.sleep(POLL_S)
@@ -78,14 +78,12 @@ class RunLock:
             if not isinstance(error, OSError):
                 raise
             raise CannotWriteError(
-                error.errno,
-                f"cannot lock the run directory: {error.strerror}; make it writable, or choose "
-                f"another directory",
-                str(self._path),
+                f"cannot lock {self._path}: {error.strerror}.\n"
+                f"Fix: make the directory writable, or choose a different trainer.default_local_dir"
             ) from error
 
     def is_held(self) -> bool:
-        """Return True if the lock file is still the one that this process locked, with its nonce.
+        """Return True if the lock file is still the file that this process locked, with its nonce.
 
         Returns False if the file cannot be read.
         """
@@ -98,12 +96,13 @@ class RunLock:
     def require(self) -> None:
         """Raise `CannotWriteError` unless this run holds its directory.
 
-        If only the lock file was removed, this creates it again.
+        If only the lock file was removed, it is created again.
         """
         if self.is_held() or self._make_again():
             return
         raise CannotWriteError(
-            f"{self._path.parent} was deleted, or another run has taken it over ({self._holder()})"
+            f"{self._path.parent} was deleted, or another run has taken it over ({self._holder()}).\n"
+            f"Fix: let only one run use the directory, then run the same command to continue"
         )
 
     def release(self) -> None:
@@ -112,7 +111,7 @@ class RunLock:
             try:
                 os.ftruncate(self._descriptor, 0)
             except OSError as error:
-                logger.warning("cannot empty %s, the next run may wait: %s", self._path, error)
+                logger.warning("cannot empty %s, so the next run may wait: %s", self._path, error)
         self._close()
 
     def __enter__(self) -> Self:
@@ -136,15 +135,15 @@ class RunLock:
         """Warn that the file system has no locks. Raises `ConfigError` if a lock is required."""
         if self._needs_flock:
             raise ConfigError(
-                f"'{self._path.parent}' is on a file system without locks (flock): two runs could "
-                "write there at once.\nFix: choose another directory (trainer.default_local_dir), "
-                "mount it with locks (NFS: no `nolock`; Lustre: `flock`), or accept it with "
-                "trainer.checkpoint.require_lock=false"
+                f"'{self._path.parent}' is on a file system without locks (flock), so two runs "
+                "could write there at once.\n"
+                "Fix: choose a different trainer.default_local_dir, mount the file system with locks "
+                "(NFS: no `nolock`; Lustre: `flock`), or set trainer.checkpoint.require_lock=false"
             )
         logger.warning("%s has no locks (flock): never start a second run there", self._path.parent)
         if self._look()[1]:
             logger.warning(
-                "taking over from the run %s; make sure that it has ended", self._holder()
+                "taking over from another run (%s); make sure that it has ended", self._holder()
             )
 
     def _make_again(self) -> bool:
@@ -158,7 +157,7 @@ class RunLock:
             self._write_record()
         except OSError:
             return False
-        logger.warning("%s was removed during training: this run has recreated it", self._path)
+        logger.warning("%s was removed during training; this run created it again", self._path)
         return self.is_held()
 
     def _open(self, flags: int) -> int:
@@ -179,13 +178,14 @@ class RunLock:
         assert self._descriptor is not None
         data = json.dumps(self._record).encode()
         os.pwrite(self._descriptor, data, 0)
-        os.ftruncate(self._descriptor, len(data))  # last: an empty file means that nobody holds it
+        # last, because an empty file means that no run holds the lock
+        os.ftruncate(self._descriptor, len(data))
         os.fsync(self._descriptor)  # from now on, NFS shows the record to other machines
 
     def _look(self) -> tuple[os.stat_result | None, bytes]:
-        """Return the state and content of the file at the path.
+        """Return the state and content of the file at the path; (None, b"") if it is missing.
 
-        The file is reopened each time, because only then does NFS show writes by other machines.
+        The file is reopened each time, because NFS shows writes by other machines only on open.
         """
         try:
             with open_regular(self._path, follow_links=False) as file:
@@ -221,8 +221,12 @@ def is_given_back(run_dir: Path) -> bool:
 
 
 def has_ended_in_order(run_dir: Path, last: CheckpointInfo) -> bool:
-    """Return True if the run ended cleanly after its checkpoint `last`, with nothing left to do."""
-    return layout.is_tidy(run_dir, last) and is_given_back(run_dir)
+    """Return True if the run ended cleanly after its checkpoint `last`, with nothing left to do.
+
+    The pointer then names `last`, there are no leftovers, and the lock was released.
+    """
+    is_pointed_to = last.published and layout.read_pointer(run_dir).step == last.step
+    return is_pointed_to and not layout.leftovers(run_dir) and is_given_back(run_dir)
 
 
 _open_locks: set[RunLock] = set()

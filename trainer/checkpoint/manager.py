@@ -40,7 +40,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class CheckpointManager:
-    """Owns the `<run_dir>/global_step_*` directories of one run. Its methods are collective."""
+    """Writes and loads the `global_step_*` directories of one run. Its methods are collective."""
 
     def __init__(
         self,
@@ -51,20 +51,24 @@ class CheckpointManager:
         save_every_s: float = math.inf,
     ) -> None:
         """`state`: the parts to save; `tell`: called with the result of each save."""
-        self.run_dir, self._world = saver.run_dir, saver.world
-        self._saver, self._state, self._tell = saver, state, tell
+        self.run_dir = saver.run_dir
+        self._world = saver.world
+        self._saver = saver
+        self._state = state
+        self._tell = tell
         self._requests = SaveRequests(saver.run_dir, every_s=save_every_s)
         self._buffers = HostBuffers(saver.device) if saver.config.async_save else None
         self._pending: tuple[int, Future[Outcome]] | None = None
         self._num_failed_in_a_row = 0
-        self._failed_at, self._last_error = 0.0, ""
+        self._failed_at = 0.0
+        self._last_error = ""
         self._committed_step: int | None = None
         self._metrics: dict[str, float] = {}
 
     def prepare(self) -> None:
         """Check that a checkpoint fits on the disk, and copy the tensors that exports need.
 
-        After this, no save reads the model directory. Raises `ConfigError`, `CannotWriteError`.
+        Afterwards, no save reads the model directory. Raises `ConfigError`, `CannotWriteError`.
         """
         state = [part.state_dict() for part in self._state.values()]
         needed_bytes = self._saver.size_bytes(state)
@@ -138,7 +142,8 @@ class CheckpointManager:
 
     def finish(self) -> None:
         """Wait for a background save; all ranks share its outcome."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             step, future = pending
             outcome, duration_s = future.result()
@@ -148,7 +153,8 @@ class CheckpointManager:
 
     def take_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of the saves since the last call."""
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         if self._committed_step is not None:
             metrics["ckpt/age_steps"] = step - self._committed_step
         return metrics
@@ -156,7 +162,7 @@ class CheckpointManager:
     def _try(self, snapshot: Snapshot, *, in_background: bool) -> None:
         step = snapshot.position.step
         if not self._is_finite(snapshot):
-            error = "a parameter or a moment of the optimizer is not finite: that is never saved"
+            error = "a parameter or optimizer moment is not finite, and such a state is never saved"
             self._note(step, SaveFailedError(error), 0.0)
             return
         self._saver.prepare()
@@ -191,12 +197,15 @@ class CheckpointManager:
             ) from outcome
         if isinstance(outcome, SaveFailedError):
             self._num_failed_in_a_row += 1
-            self._failed_at, self._last_error = time.monotonic(), str(outcome)
+            self._failed_at = time.monotonic()
+            # without its fix, because the error that ends the run has a different one
+            self._last_error = str(outcome).partition(".\nFix:")[0]
             self._metrics["checkpoint/failed_in_a_row"] = self._num_failed_in_a_row
-            text = f"its checkpoint failed, older ones are unchanged: {outcome}"
+            text = f"the save failed, and older checkpoints are unchanged: {outcome}"
             self._tell("checkpoint_failed", step, text, "warn")
             return
-        self._num_failed_in_a_row, self._committed_step = 0, step
+        self._num_failed_in_a_row = 0
+        self._committed_step = step
         if self._world.is_main:
             self._requests.settle()
         self._metrics |= {"ckpt/bytes": outcome, "ckpt/save_s": duration_s}
@@ -218,10 +227,10 @@ class CheckpointManager:
     def _is_finite(self, snapshot: Snapshot) -> bool:
         """Return True if all parameters and optimizer moments are finite on every rank."""
         tensors = shards.local_tensors([snapshot.model, snapshot.optim["state"]])
-        bad = torch.stack([(~torch.isfinite(t)).any() for t in tensors if t.numel()]).any()
-        count = bad.to(self._world.device).double()
-        dist.all_reduce(count)
-        return count.item() == 0
+        are_bad = [(~torch.isfinite(tensor)).any() for tensor in tensors if tensor.numel()]
+        num_bad = torch.stack(are_bad).sum().to(self._world.device).double()
+        dist.all_reduce(num_bad)
+        return num_bad.item() == 0
 
     def load(self, checkpoint: CheckpointInfo) -> None:
         """Load a verified checkpoint. Raises `ConfigError` if it is from a different model."""
@@ -245,7 +254,7 @@ class CheckpointManager:
                 break
         else:
             logger.warning(
-                "no checkpoint from well before step %d to return to; training continues: %s",
+                "there is no checkpoint from well before step %d to return to, so training continues: %s",
                 onset,
                 reason,
             )
@@ -260,15 +269,13 @@ class CheckpointManager:
         return info, self._on_main(decide)
 
     def settle(self, step: int, history: History) -> None:
-        """Point to the checkpoint of `step`, and delete checkpoints that need not be kept."""
+        """Point to the checkpoint of `step`, and delete checkpoints that are no longer needed."""
 
         def point_and_delete() -> None:
             self._saver.require_lock()
             # The directory is missing if this run begins with another run's checkpoint.
             if (self.run_dir / layout.step_dir_name(step)).is_dir():
-                retention.settle(
-                    self.run_dir, step, keep=self._saver.keep, history=history, protect={step}
-                )
+                retention.settle(self.run_dir, step, keep=self._saver.keep, history=history)
 
         self._on_main(point_and_delete)
 

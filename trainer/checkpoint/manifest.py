@@ -6,13 +6,13 @@ It lets a reader prove that all files are present and unchanged.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer.checkpoint import fsio
-from trainer.checkpoint.fsio import FileRecord
+from trainer.checkpoint.fsio import FileRecord, Share
 from trainer.runtime.progress import Position
 
 FORMAT = 2
@@ -36,8 +36,8 @@ class TensorInfo:
 class Manifest:
     """The manifest of the checkpoint of `step`.
 
-    `mesh` maps dimension names to sizes, outermost first. `loss` and `grad_norm` are those of
-    `step`. `created_utc` is for people: the code never orders anything by it.
+    `mesh` maps dimension names to sizes, outermost first. `loss` and `grad_norm` are the values of
+    `step`. `created_utc` is only shown: the code never orders anything by it.
 
     text_names: names of the language model's tensors in the files of a model with several
     components. num_passed_through: number of tensors that are exported unchanged.
@@ -62,10 +62,13 @@ class Manifest:
     def position(self) -> Position:
         return Position(self.step, self.epoch, self.samples_consumed)
 
-    @property
-    def num_shards(self) -> int:
-        """Number of ranks, from rank 0 on, that together hold one full copy of the parameters."""
-        return self.mesh.get("fsdp", self.world_size)
+    def shard_files(self, file_of: Callable[[int, int], str]) -> list[str]:
+        """Return the names of the files that together hold one full copy of a sharded state.
+
+        `file_of`: the function of `layout` that names the file of each rank.
+        """
+        num_shards = self.mesh.get("fsdp", self.world_size)
+        return [file_of(self.world_size, rank) for rank in range(num_shards)]
 
     def to_json(self) -> str:
         """Return the manifest as JSON.
@@ -73,11 +76,12 @@ class Manifest:
         Raises `ValueError` for NaN or infinity, because a state that is not finite is never saved.
         """
         tree = {"format": FORMAT, **dataclasses.asdict(self)}
-        return json.dumps(tree | {OWN_DIGEST: digest_of(tree)}, indent=1, allow_nan=False) + "\n"
+        tree[OWN_DIGEST] = digest_of(tree)
+        return json.dumps(tree, indent=1, allow_nan=False) + "\n"
 
 
 def digest_of(tree: dict[str, Any]) -> str:
-    """Return the digest that a manifest holds of its own contents; `tree`: all other keys."""
+    """Return the digest of a manifest's contents. `tree`: all keys except the digest."""
     canonical = json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -85,8 +89,9 @@ def digest_of(tree: dict[str, Any]) -> str:
 def parse_manifest(text: str | bytes, *, step: int | None = None) -> Manifest:
     """Parse a manifest.
 
-    Raises `ManifestError` unless the text is a valid manifest of this format, and of `step` if that
-    is given. The digest proves the content. The other checks protect against a forged manifest.
+    Raises `ManifestError` unless the text is a valid manifest of this format, and of `step` if
+    `step` is given. The digest proves the content. The other checks protect against a forged
+    manifest.
     """
     try:
         tree = json.loads(text)
@@ -113,6 +118,14 @@ def parse_manifest(text: str | bytes, *, step: int | None = None) -> Manifest:
     return manifest
 
 
+VALUE_TYPES = {
+    "loss": float | int | None,
+    "grad_norm": float | int | None,
+    "fingerprints": dict,
+    "created_utc": str,
+}
+
+
 def _require_plain(manifest: Manifest) -> None:
     """Raise `ManifestError` for paths outside the checkpoint and for values of the wrong type."""
     paths = [record.path for record in manifest.files]
@@ -126,24 +139,20 @@ def _require_plain(manifest: Manifest) -> None:
     counts = [manifest.step, manifest.epoch, manifest.samples_consumed, manifest.world_size - 1]
     counts += [*manifest.mesh.values(), *(record.size_bytes for record in manifest.files)]
     if any(type(count) is not int or count < 0 for count in counts):
-        raise ManifestError("steps, counts and sizes must be whole numbers")
-    has_right_types = (
-        isinstance(manifest.loss, float | int | None)
-        and isinstance(manifest.grad_norm, float | int | None)
-        and isinstance(manifest.fingerprints, dict)
-        and isinstance(manifest.created_utc, str)
-    )
-    if not has_right_types:
-        raise ManifestError("a value has another type than its key needs")
+        raise ManifestError("steps, counts and sizes must be whole numbers, and not negative")
+    for key, kind in VALUE_TYPES.items():
+        value = getattr(manifest, key)
+        if not isinstance(value, kind):
+            raise ManifestError(f"'{key}' has the wrong type: {value!r:.80}")
 
 
-def verify_files(path: Path, manifest: Manifest, *, share: tuple[int, int] = (0, 1)) -> list[str]:
+def verify_files(path: Path, manifest: Manifest, *, share: Share = (0, 1)) -> list[str]:
     """Hash share `(index, count)` of the files, and describe each difference from the manifest."""
     problems = (_problem(path, record) for record in share_of(manifest.files, share))
     return [problem for problem in problems if problem is not None]
 
 
-def share_of(files: Iterable[FileRecord], share: tuple[int, int]) -> list[FileRecord]:
+def share_of(files: Iterable[FileRecord], share: Share) -> list[FileRecord]:
     """Return share `(index, count)` of the files. All shares have similar sizes."""
     index, count = share
     by_size = sorted(files, key=lambda record: (-record.size_bytes, record.path))

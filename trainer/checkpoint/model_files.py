@@ -63,7 +63,8 @@ class ModelFiles:
             states = {path.name: path.stat() for path in _found(directory, _WEIGHTS)}
         except OSError as error:
             raise ConfigError(
-                f"model.partial_pretrain={directory}: a file cannot be read: {error}"
+                f"model.partial_pretrain={directory}: a file cannot be read: {error}.\n"
+                f"Fix: make it readable, or choose a different model directory"
             ) from error
         weights = {
             name: (state.st_size, state.st_mtime_ns, state.st_ctime_ns)
@@ -88,5 +89,4 @@ class ModelFiles:
             return [str(error)]
         now = {**read_again.contents, **read_again.weights}
         before = {**self.contents, **self.weights}
-        names = sorted(now.keys() | before.keys())
-        return [name for name in names if now.get(name) != before.get(name)]
+        return sorted({name for name, _ in now.items() ^ before.items()})

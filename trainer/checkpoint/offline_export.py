@@ -11,17 +11,20 @@ from transformers import CONFIG_MAPPING, PreTrainedModel, __version__
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.base_weights import Adapter, digest
 from trainer.checkpoint.export import OTHER_PARTS, ExportSource, plan_export, write_export
+from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import BASE_WEIGHTS
 from trainer.checkpoint.manifest import Manifest, verify_files
 from trainer.checkpoint.model_card import FILE_NAME as CARD
 from trainer.checkpoint.model_files import CONFIG, ModelFiles
-from trainer.checkpoint.shards import Shards, read_torch
+from trainer.checkpoint.shards import read_torch
+from trainer.checkpoint.state import read_shards
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.model.pretrained import ModelSource
 from trainer.model.source import find_model
 from trainer.model.weights import WholeCheckpoint, stored_in
+from trainer.runtime.environment import call
 from trainer.runtime.json_lines import read_object
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -33,12 +36,13 @@ def export_from_shards(
     """Create the directory `target` with an export made from the shards of a committed checkpoint.
 
     lora: `adapter` or `merged`; base: the directory of the model that the adapters were trained on,
-    if it was moved. Needs no GPU and no process group, and works while the run trains. All files
-    are verified before use. `target` appears only when it is complete. Raises `ConfigError` if the
-    checkpoint is damaged or not committed, or if `target` cannot be a new directory, and
-    `CannotWriteError` if `target` cannot be written.
+    if that model was moved. This needs no GPU and no process group, and works while the run trains.
+    All files are verified before use. `target` appears only when it is complete. Raises
+    `ConfigError` if the checkpoint is damaged or not committed, or if `target` cannot be a new
+    directory, and `CannotWriteError` if `target` cannot be written.
     """
-    manifest = _require_exportable(checkpoint, target)
+    info = _require_exportable(checkpoint, target)
+    manifest = info.manifest
     adapter = _adapter_of(checkpoint, manifest, base)
     exported = checkpoint / layout.HUGGINGFACE
     files = ModelFiles.read(exported)
@@ -54,7 +58,7 @@ def export_from_shards(
 
     # Memory-mapped files stay readable after the run deletes them.
     buffers = read_torch(checkpoint / layout.extra_file(manifest.world_size, 0))["buffers"]
-    shards = Shards.read(checkpoint, _shard_files(manifest))
+    shards = read_shards(info, layout.model_file)
     shapes = {
         name: torch.empty(info.shape, device="meta") for name, info in manifest.tensors.items()
     }
@@ -73,30 +77,39 @@ def export_from_shards(
         with suppress(OSError):
             fsio.remove_tree(staging)
         if isinstance(error, OSError):
-            raise CannotWriteError(f"'{target}' cannot be made: {error}") from error
+            raise CannotWriteError(
+                f"'{target}' cannot be created: {error}.\nFix: choose a directory that can be "
+                f"written and has enough space"
+            ) from error
         raise
 
 
-def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
-    """Verify the files that an export reads, and return the manifest.
+def _require_exportable(checkpoint: Path, target: Path) -> CheckpointInfo:
+    """Verify the files that an export reads, and return the checkpoint.
 
     The weights of an earlier export are not verified. Raises `ConfigError`.
     """
     info = layout.inspect(checkpoint)
     if info.manifest is None:
-        raise ConfigError(f"'{checkpoint}' cannot be exported: {info.reason}")
+        raise ConfigError(
+            f"'{checkpoint}' cannot be exported: {info.reason}.\nFix: choose a committed checkpoint; "
+            f"{call(f'checkpoint ls {checkpoint.parent}')} lists them"
+        )
     if os.path.lexists(target):
-        raise ConfigError(f"'{target}' exists already: name a new directory")
+        raise ConfigError(f"'{target}' exists already.\nFix: name a new directory")
     if not target.parent.is_dir():
-        raise ConfigError(f"'{target}' cannot be made: there is no directory '{target.parent}'")
+        raise ConfigError(
+            f"'{target}' cannot be created: there is no directory '{target.parent}'.\n"
+            f"Fix: create it, or name a different directory"
+        )
     if target.parent.resolve().is_relative_to(checkpoint.resolve()):
         raise ConfigError(
-            f"'{target}' would be deleted with its checkpoint: name a directory outside of "
-            f"'{checkpoint}'"
+            f"'{target}' would be deleted with its checkpoint.\n"
+            f"Fix: name a directory outside of '{checkpoint}'"
         )
     manifest = info.manifest
     needed = {
-        *_shard_files(manifest),
+        *manifest.shard_files(layout.model_file),
         layout.extra_file(manifest.world_size, 0),
         ADAPTER_CONFIG,
         f"{layout.HUGGINGFACE}/{OTHER_PARTS}",
@@ -108,13 +121,10 @@ def _require_exportable(checkpoint: Path, target: Path) -> Manifest:
         or (layout.is_export(record.path) and not record.path.endswith(_WEIGHTS))
     )
     if problems := verify_files(checkpoint, dataclasses.replace(manifest, files=files)):
-        raise ConfigError(f"'{checkpoint}' is damaged: {'; '.join(problems)}")
-    return manifest
-
-
-def _shard_files(manifest: Manifest) -> list[str]:
-    ranks = range(manifest.num_shards)
-    return [layout.model_file(manifest.world_size, rank) for rank in ranks]
+        raise ConfigError(
+            f"'{checkpoint}' is damaged: {'; '.join(problems)}.\nFix: export a different checkpoint"
+        )
+    return info
 
 
 def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adapter | None:
@@ -133,7 +143,7 @@ def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adap
     if not base.is_dir() or digest(base) != manifest.fingerprints.get(BASE_WEIGHTS):
         raise ConfigError(
             f"'{base}' does not hold the weights that the adapters in '{checkpoint}' were "
-            f"trained for.\nFix: name the directory that does, with --base"
+            f"trained for.\nFix: give the directory that holds them, with --base"
         )
     return adapter
 

@@ -15,7 +15,8 @@ class SaveRequests:
     """Tells the main rank when a save is due. `every_s`: seconds from one save to the next."""
 
     def __init__(self, run_dir: Path, *, every_s: float = math.inf) -> None:
-        self._file, self._every_s = run_dir / FILE_NAME, every_s
+        self._file = run_dir / FILE_NAME
+        self._every_s = every_s
         self._saved_at = time.monotonic()
         self._looked_at = -math.inf
         self._is_asked = False
@@ -32,7 +33,8 @@ class SaveRequests:
     def begin(self) -> None:
         """Note that a save of the current state begins."""
         self._saved_at = time.monotonic()
-        self._is_answered, self._is_asked = self._is_asked, False
+        self._is_answered = self._is_asked
+        self._is_asked = False
 
     def settle(self) -> None:
         """Delete the file that requested the last save. Call this once that save is committed."""
@@ -42,5 +44,7 @@ class SaveRequests:
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s cannot be deleted, and is not read again: %s", self._file, error)
+            logger.warning(
+                "%s cannot be deleted, so this run ignores it from now on: %s", self._file, error
+            )
             self._looked_at = math.inf

@@ -3,15 +3,15 @@
 For rank 0 only; imports no torch.
 """
 
-import errno
 import logging
 import secrets
 from collections.abc import Set
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.layout import PUBLISHED, TRASH_PREFIX, CheckpointInfo
+from trainer.checkpoint.layout import TRASH_PREFIX, CheckpointInfo
 from trainer.checkpoint.rollback import STEPS_BEFORE_ONSET
+from trainer.errors import CannotWriteError
 from trainer.runtime.evaluations import read_summaries
 from trainer.runtime.progress import History
 from trainer.runtime.text import readable
@@ -19,37 +19,30 @@ from trainer.runtime.text import readable
 logger = logging.getLogger(__name__)
 KEEP_FEWER = "lower trainer.max_ckpt_to_keep"
 SPARE = 1.05
-"""Factor on the size of a save, since directories, logs and other writers need space too."""
+"""Factor on the size of a save, because directories, logs and other writers need space too."""
 
 
-def settle(
-    run_dir: Path,
-    step: int,
-    *,
-    keep: int | None,
-    history: History,
-    protect: Set[int] = frozenset(),
-) -> None:
+def settle(run_dir: Path, step: int, *, keep: int | None, history: History) -> None:
     """Point to the committed checkpoint of `step`, then delete old checkpoints.
 
-    The newest `keep` checkpoints (None: all), those that `worth_keeping` returns, and the steps in
-    `protect` stay. A failure is only logged: the checkpoint is committed, and a resume settles it
-    again.
+    The checkpoint of `step`, the newest `keep` checkpoints (None: all), and those that
+    `worth_keeping` returns stay. A failure is only logged: the checkpoint is committed, and the
+    next save or start tries again.
     """
     try:
         layout.publish(run_dir, step)
         found = layout.committed(run_dir)
         for info in found:
             if info.step < step and not info.published:
-                # Its publishing failed. A later start must not prefer it to the pointer's
-                # checkpoint.
-                layout.mark(info.path, PUBLISHED)
+                # An earlier attempt to publish it failed. A later start must not prefer it to the
+                # pointer's checkpoint.
+                layout.mark_published(info.path)
         best = worth_keeping(run_dir, history, found)
-        rotate(run_dir, keep=keep, protect=protect | best)
+        rotate(run_dir, keep=keep, protect=best | {step})
     except (OSError, MemoryError) as error:
         logger.warning(
-            "%s is committed, but pointing to it or deleting old checkpoints failed; the next save "
-            "or start tries again: %s",
+            "%s is committed, but the pointer could not be updated or old checkpoints could not be "
+            "deleted; the next save or start tries again: %s",
             run_dir / layout.step_dir_name(step),
             error,
         )
@@ -58,9 +51,9 @@ def settle(
 def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) -> None:
     """Delete old checkpoints. If one cannot be deleted, the next call tries again.
 
-    Call this after `publish`, and on resume once the loaded checkpoint is verified: sizes alone do
-    not prove that the newest checkpoint is intact. `protect` contains the step that this run
-    resumed from, until a newer checkpoint is published.
+    Call this after `publish`, and on resume once the loaded checkpoint is verified, because sizes
+    alone do not prove that the newest checkpoint is intact. `protect` contains the step of the
+    published checkpoint.
     """
     for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
         delete(path)
@@ -82,7 +75,8 @@ def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int])
     """Return committed checkpoints that may be deleted, oldest first."""
     if keep is None:
         return []
-    pointed, found = layout.read_pointer(run_dir).step, layout.committed(run_dir)
+    pointed = layout.read_pointer(run_dir).step
+    found = layout.committed(run_dir)
     spared = {*protect, *newest([info.step for info in found], keep, pointed)}
     return [info.path for info in found if info.step not in spared]
 
@@ -90,7 +84,7 @@ def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int])
 def newest(steps: list[int], keep: int, pointed: int | None) -> list[int]:
     """Return the newest `keep` of the sorted steps, and the newest `keep` up to the pointer.
 
-    A run whose pointer was moved back cannot fall back on later checkpoints.
+    If the pointer was moved back, the run cannot fall back on checkpoints after it.
     """
     until_pointer = [step for step in steps if pointed is not None and step <= pointed]
     return steps[-keep:] + until_pointer[-keep:]
@@ -104,10 +98,12 @@ def worth_keeping(run_dir: Path, history: History, found: list[CheckpointInfo]) 
     """
     limits = [] if history.best_step is None else [history.best_step]
     if history.episodes:
-        limits.append(history.episodes[-1][0] - STEPS_BEFORE_ONSET)
+        onset, _ = history.episodes[-1]
+        limits.append(onset - STEPS_BEFORE_ONSET)
     kept = set()
     for limit in limits:
-        kept.update([info.step for info in found if info.step <= limit][-1:])
+        until_limit = [info.step for info in found if info.step <= limit]
+        kept.update(until_limit[-1:])
     for rows in read_summaries(run_dir).values():
         means = {
             info.step: row["mean"]
@@ -120,14 +116,12 @@ def worth_keeping(run_dir: Path, history: History, found: list[CheckpointInfo]) 
 
 
 def require_space(run_dir: Path, needed_bytes: int) -> None:
-    """Raise `OSError` unless one more checkpoint fits."""
+    """Raise `CannotWriteError` unless one more checkpoint fits on the disk."""
     free_bytes = fsio.free_bytes(run_dir)
     if free_bytes < needed_bytes * SPARE:
-        raise OSError(
-            errno.ENOSPC,
-            f"a checkpoint needs {readable(needed_bytes)}, but only {readable(free_bytes)} are free: "
-            f"free some space, or {KEEP_FEWER}",
-            str(run_dir),
+        raise CannotWriteError(
+            f"{run_dir}: a checkpoint needs {readable(needed_bytes)}, but only "
+            f"{readable(free_bytes)} are free.\nFix: free some space, or {KEEP_FEWER}"
         )
 
 

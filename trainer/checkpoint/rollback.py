@@ -1,4 +1,4 @@
-"""Return to an older checkpoint and skip the batches that did harm.
+"""Return to an older checkpoint and skip the harmful batches.
 
 `rollbacks.json` in the run directory is written before anything else changes. A crash leaves either
 the unchanged run, or a rollback that the next start completes: it moves the pointer back and sets
@@ -24,18 +24,18 @@ SKIPPED_AROUND = 8
 def read(run_dir: Path) -> Rollbacks:
     """Return the recorded rollbacks.
 
-    Raises `ConfigError` for a file that cannot be read. Without the file's contents, the run would
-    train on batches that it must skip.
+    Raises `ConfigError` for a file that cannot be read, because the run would otherwise train on
+    batches that it must skip.
     """
     try:
-        text = fsio.read_bytes(run_dir / FILE)
-        return Rollbacks(tuple(Rollback(**entry) for entry in json.loads(text)["rollbacks"]))
+        content = json.loads(fsio.read_bytes(run_dir / FILE))
+        return Rollbacks(tuple(Rollback(**entry) for entry in content["rollbacks"]))
     except FileNotFoundError:
         return Rollbacks()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"cannot read {run_dir / FILE}: {error}\nFix: restore the file, or delete it to "
-            f"forget the rollbacks"
+            f"cannot read {run_dir / FILE}: {error}.\nFix: restore the file, or delete it to train "
+            f"the skipped batches after all"
         ) from error
 
 
@@ -56,7 +56,6 @@ def candidates(
         for info in reversed(layout.committed(run_dir))
         if info.step <= latest
         and not any(first <= info.step <= last for first, last in trouble)
-        and info.manifest is not None
         and info.manifest.fingerprints.get("data") == data
     ]
 
@@ -87,7 +86,8 @@ def decide(
     )
     rollbacks = Rollbacks((*read(run_dir).entries, entry))
     content = {"rollbacks": [dataclasses.asdict(item) for item in rollbacks.entries]}
-    fsio.atomic_write(run_dir / FILE, (json.dumps(content, indent=2) + "\n").encode())
+    text = json.dumps(content, indent=2) + "\n"
+    fsio.atomic_write(run_dir / FILE, text.encode())
     complete(run_dir)
     return rollbacks
 

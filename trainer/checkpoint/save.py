@@ -34,7 +34,7 @@ from trainer.runtime.distributed import World
 GRACE_S = 10.0
 """The other ranks wait this much longer for an answer than the main rank does."""
 MIN_TIMEOUT_S = 0.1
-NO_ANSWER = "gave no answer in time"
+NO_ANSWER = "did not answer in time"
 MIN_GROUP_TIMEOUT_S = 60.0
 """The shortest timeout of a group. Ranks begin to create a group at different times."""
 VISIBLE_WITHIN_S = 60.0
@@ -43,11 +43,11 @@ UNDECIDED = ("ready", "commit")
 
 
 class SaveFailedError(RuntimeError):
-    """The save was given up on all ranks alike. The message names the rank and the cause."""
+    """The save was given up on all ranks. The message names the rank and the cause."""
 
 
 class UnresolvedSaveError(SaveFailedError):
-    """Some ranks gave no answer in time, and the new checkpoint may or may not exist."""
+    """Some ranks did not answer in time, and the new checkpoint may or may not exist."""
 
 
 class NoAnswerError(SaveFailedError):
@@ -57,14 +57,15 @@ class NoAnswerError(SaveFailedError):
 class Agreement:
     """Exchanges the ranks' reports on each phase of a save, with a deadline.
 
-    It has its own gloo group, so that a save may run in the background. If a rank is slow or gone,
-    the others wait until the deadline but never hang. They then give up the group, and `renew`
-    creates a new one. Creating an `Agreement` is collective.
+    It uses a separate gloo group, so that a save can run in the background. If a rank is slow or
+    gone, the others wait until the deadline but never hang. They then give up the group, and
+    `renew` creates a new one. Creating an `Agreement` is collective.
     """
 
     def __init__(self, world: World, *, timeout_s: float) -> None:
         """`timeout_s`: the longest time that a save may take."""
-        self._world, self._timeout_s = world, timeout_s
+        self._world = world
+        self._timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
         self.renew()
 
@@ -123,13 +124,14 @@ class Agreement:
             try:
                 work.wait(timeout)
             except RuntimeError:
-                raise NoAnswerError(f"rank {rank}: {NO_ANSWER}") from None
+                raise NoAnswerError(f"rank {rank} {NO_ANSWER}") from None
         for rank in others:
             dist.send(sign, rank, self._group)
 
     def _give_up(self) -> None:
         """Close the connections, so that no rank waits for this one."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
@@ -143,7 +145,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 class Saver:
     """Writes the checkpoints of one run. The constructor, `prepare` and `save` are collective.
 
-    `save` uses its own process group: each rank may call it in any thread, one save at a time.
+    `save` uses a separate process group: each rank may call it in any thread, one save at a time.
     """
 
     def __init__(
@@ -162,12 +164,18 @@ class Saver:
     ) -> None:
         """`model`: the sharded model; its weights are not read. `keep`: number of checkpoints to
         keep, None for all. `lock`: the run lock, on the main rank only. `card`: returns the model
-        card for measured values by name.
+        card, given measured values by name.
         """
-        self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
-        self.fingerprints, self._lock, self._card = fingerprints, lock, card
+        self.run_dir = run_dir
+        self.world = world
+        self.config = config
+        self.keep = keep
+        self.fingerprints = fingerprints
+        self._lock = lock
+        self._card = card
         self._agreement = Agreement(world, timeout_s=timeout_s)
-        self._timeout_s, self._deadline = timeout_s, math.inf
+        self._timeout_s = timeout_s
+        self._deadline = math.inf
         self._staging: Path | None = None
         parameters = shards.saved_parameters(model)
         self._tensors = {
@@ -243,7 +251,8 @@ class Saver:
         An error on any rank raises `SaveFailedError` on every rank.
         """
         fsio.phase(f"{phase}.begin")
-        value, error = None, None
+        value = None
+        error = None
         try:
             value = action()
         except Exception as failure:  # the other ranks wait for this report, whatever it is
@@ -275,7 +284,8 @@ class Saver:
         return staging.name
 
     def _write_shards(self, staging: Path, snapshot: Snapshot) -> list[FileRecord]:
-        size, rank = self.world.size, self.world.rank
+        size = self.world.size
+        rank = self.world.rank
         contents = {
             layout.model_file(size, rank): snapshot.model,
             layout.optim_file(size, rank): snapshot.optim,

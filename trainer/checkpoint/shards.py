@@ -29,9 +29,15 @@ from trainer.config import ConfigError
 from trainer.model.adapter_names import is_adapter
 from trainer.model.weights import StoredTensor, bytes_of, stored_in
 
-# torch warns for every file that its mesh has no process group in this process. Only the local
-# tensors are used.
+# torch warns for every file that its mesh has no process group in this process. That is harmless,
+# because only the local tensors are used.
 logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+
+StateDict = dict[str, Any]
+"""The state of a part: nested containers of tensors and plain values, by name."""
+RESTORE_MODEL = (
+    "Fix: restore the model's settings, or start a new run with trainer.experiment_name=<new name>"
+)
 
 
 class CorruptShardError(ConfigError):
@@ -62,13 +68,16 @@ def read_torch(path: Path) -> Any:
         if isinstance(error, pickle.UnpicklingError):
             reason = "is a pickle that would run code, and was not run"
         raise CorruptShardError(
-            f"{path} {reason}.\nFix: move the checkpoint away and continue from another one"
+            f"{path} {reason}.\n"
+            f"Fix: move the checkpoint out of the run directory, and continue from an older one"
         ) from error
 
 
 def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Return the parameters that a checkpoint holds: all, or with adapters only those that are
-    trained, because the base weights below adapters never change.
+    """Return the parameters that a checkpoint holds.
+
+    These are all parameters or, with adapters, the trained parameters, because the base weights
+    never change.
     """
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     if not any(map(is_adapter, named)):
@@ -89,7 +98,8 @@ def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def num_bytes(tree: Any) -> int:
     """Return the bytes of all local tensors in nested containers. Shared memory counts once."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in local_tensors(tree)}.values())
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in local_tensors(tree)}
+    return sum(sizes.values())
 
 
 def local_tensors(tree: Any) -> Iterator[Tensor]:
@@ -116,7 +126,8 @@ class Shards:
         """Return the pieces of a tensor, in rank order. Raises `CorruptShardError`."""
         if not all(name in part for part in self.parts):
             raise CorruptShardError(
-                f"{self.directory.name} has no tensor '{name}': it was saved from another model"
+                f"{self.directory.name} has no tensor '{name}': it was saved from a different "
+                f"model.\n{RESTORE_MODEL}"
             )
         return [part[name] for part in self.parts]
 
@@ -132,7 +143,7 @@ class Shards:
 def as_shard(parameter: Tensor, like: DTensor) -> Tensor:
     """Return a parameter as a DTensor.
 
-    FSDP leaves a parameter unsharded if each rank holds all of it; it is returned as its own shard.
+    FSDP leaves a parameter unsharded if each rank holds all of it. This wraps it as one shard.
     """
     if isinstance(parameter, DTensor):
         return parameter
@@ -171,19 +182,21 @@ def copy_slice(
     key: the configuration key of the dtype of `live`. may_round: allow a loss of precision, because
     a frozen parameter is held in its compute dtype whatever dtype it was saved in.
     """
-    if tuple(saved[0].shape) != tuple(live.shape):
+    piece = saved[0]
+    if piece.shape != live.shape:
         raise CorruptShardError(
-            f"'{name}' was saved as {tuple(saved[0].shape)}, the model has {tuple(live.shape)}"
+            f"'{name}' was saved as {tuple(piece.shape)}, but the model has {tuple(live.shape)}.\n"
+            f"{RESTORE_MODEL}"
         )
     # A wider dtype loses nothing.
-    if torch.promote_types(saved[0].dtype, live.dtype) != live.dtype and not may_round:
+    if torch.promote_types(piece.dtype, live.dtype) != live.dtype and not may_round:
         raise ConfigError(
-            f"'{name}' was saved as {saved[0].dtype}; loading it as {live.dtype} would lose precision.\n"
-            f"Fix: {key}=float32, or start a new run from the checkpoint's huggingface/ with "
-            f"model.partial_pretrain and another trainer.experiment_name"
+            f"'{name}' was saved as {piece.dtype}; loading it as {live.dtype} would lose precision.\n"
+            f"Fix: set {key}=float32, or start a new run with trainer.experiment_name=<new name> "
+            f"and model.partial_pretrain=<the checkpoint's huggingface/>"
         )
-    if not isinstance(saved[0], DTensor) and not isinstance(live, DTensor):
-        live.copy_(saved[0])
+    if not isinstance(piece, DTensor) and not isinstance(live, DTensor):
+        live.copy_(piece)
         return
     if isinstance(live, DTensor):
         local = live.to_local()
@@ -191,37 +204,46 @@ def copy_slice(
             live.shape, live.device_mesh, live.placements
         )
     else:  # FSDP left it unsharded, since each rank holds all of it
-        local, first = live, 0
+        local = live
+        first = 0
     for rows in _rows(saved, name, first, first + len(local)):
-        local[: len(rows)].copy_(rows)
-        local = local[len(rows) :]
+        num_rows = len(rows)
+        local[:num_rows].copy_(rows)
+        local = local[num_rows:]
 
 
 def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -> Iterator[Tensor]:
     """Yield rows `begin` to `end` of a tensor as views of its pieces, which are in rank order.
 
-    Only the local tensors are used, because the mesh in a file is that of the run that saved it.
+    Only the local tensors are used, because the mesh in a file belongs to the run that saved it.
     """
     if not isinstance(saved[0], DTensor):
         raise CorruptShardError(f"'{name}' is not a sharded tensor")
-    placement, shape = saved[0].placements[-1], saved[0].shape
+    placement = saved[0].placements[-1]
+    shape = saved[0].shape
     if isinstance(placement, Replicate):
-        yield saved[0]._local_tensor if end is None else saved[0]._local_tensor[begin:end]
+        whole = saved[0]._local_tensor
+        yield whole if end is None else whole[begin:end]
         return
     if type(placement) is not Shard or placement.dim != 0:
         raise CorruptShardError(
             f"'{name}' has placement {placement}; only Shard(0) and Replicate() are supported"
         )
-    chunk, end = -(-shape[0] // len(saved)), shape[0] if end is None else end
+    num_rows = shape[0]
+    end = num_rows if end is None else end
+    chunk = -(-num_rows // len(saved))
     for index, entry in enumerate(saved):
-        first, last = min(index * chunk, shape[0]), min((index + 1) * chunk, shape[0])
-        piece, expected = entry._local_tensor, (last - first, *shape[1:])
+        piece = entry._local_tensor
+        first = min(index * chunk, num_rows)
+        last = min(first + chunk, num_rows)
+        expected = (last - first, *shape[1:])
         if piece.shape != expected:
             raise CorruptShardError(
-                f"'{name}': piece {index} is {tuple(piece.shape)}, expected {tuple(expected)}"
+                f"'{name}': piece {index} is {tuple(piece.shape)}, expected {expected}"
             )
-        if max(begin, first) < min(end, last):
-            yield piece[max(begin, first) - first : end - first]
+        start = max(begin, first)
+        if start < min(end, last):
+            yield piece[start - first : end - first]
 
 
 _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
@@ -293,7 +315,7 @@ def _read_back(path: Path, layout: Mapping[str, Tensor], digests: Mapping[str, b
     """Compare every tensor in a file with the tensor that was written. Raises `OSError`."""
     with safe_open(path, framework="pt") as reader:
         if set(reader.keys()) != set(digests):
-            raise OSError(f"{path}: read back other tensors than were written")
+            raise OSError(f"{path}: the tensors read back are not the tensors that were written")
         for name, digest in digests.items():
             tensor = reader.get_tensor(name)
             expected = layout[name]

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from trainer.checkpoint.shards import with_local
+from trainer.checkpoint.shards import StateDict, local_tensors, with_local
 from trainer.runtime.progress import History, Position
 
 ALIGNMENT_BYTES = 64
-"""Alignment of each tensor, the same that torch uses for host memory."""
+"""Alignment of each tensor, as torch aligns host memory."""
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device of the process."""
 
@@ -28,10 +28,10 @@ class Snapshot:
     """
 
     position: Position
-    model: dict[str, Any]
-    optim: dict[str, Any]
-    extra: dict[str, Any]
-    data: dict[str, Any]
+    model: StateDict
+    optim: StateDict
+    extra: StateDict
+    data: StateDict
     loss: float | None
     grad_norm: float | None
     history: History
@@ -41,9 +41,9 @@ class HostBuffers:
     """Host memory for one copy of the state, reused for every save.
 
     It is a single block of exactly the needed size, page-locked if the state is on a GPU. torch
-    rounds its own page-locked allocations up to powers of two, which can double the size. Copies
-    from a GPU run on their own stream, parallel to the computation. Forward and backward passes do
-    not change the state; an update waits for the copies.
+    would round page-locked allocations up to powers of two, which can double the size. Copies from
+    a GPU run on a separate stream, in parallel with the computation. Forward and backward passes do
+    not change the state, and an update waits for the copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,12 +55,11 @@ class HostBuffers:
         self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
         self._copied: list[Tensor] = []
-        """Tensors kept alive until their copies are complete, since some have no other owner."""
+        """Tensors kept alive until their copies are complete, because some have no other owner."""
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         parts = {part: getattr(snapshot, part) for part in ("model", "optim", "extra")}
-        live: dict[tuple[Any, ...], Tensor] = {}
-        _mapped(parts, lambda tensor: live.setdefault(_memory(tensor), tensor))
+        live = {_memory(tensor): tensor for tensor in local_tensors(parts)}
         shapes = [(tensor.dtype, tensor.shape) for tensor in live.values()]
         if shapes != self._shapes:
             self._allocate(shapes)
@@ -73,7 +72,8 @@ class HostBuffers:
             for memory, tensor in live.items():
                 copies[memory].copy_(tensor, non_blocking=True)
         if self._stream is not None:
-            self._ready, self._copied = self._stream.record_event(), list(live.values())
+            self._ready = self._stream.record_event()
+            self._copied = list(live.values())
         return replace(snapshot, **_mapped(parts, lambda tensor: copies[_memory(tensor)]))
 
     def wait_until_ready(self) -> None:
@@ -90,14 +90,17 @@ class HostBuffers:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
 
     def _allocate(self, shapes: list[tuple[torch.dtype, torch.Size]]) -> None:
-        self._shapes, self._buffers = [], []
+        self._shapes = []
+        self._buffers = []
         if self._locked is not None:
             _check(torch.cuda.cudart().cudaHostUnregister(self._locked.data_ptr()), "released")
             self._locked = None
-        starts, size_bytes = [], 0
+        starts = []
+        size_bytes = 0
         for dtype, shape in shapes:
             starts.append(size_bytes)
-            size_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            num_units = -(-shape.numel() * dtype.itemsize // ALIGNMENT_BYTES)
+            size_bytes += num_units * ALIGNMENT_BYTES
         block = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Loader workers that are forked after a rollback do not need the block.
         block.madvise(mmap.MADV_DONTFORK)

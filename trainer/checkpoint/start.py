@@ -24,7 +24,7 @@ from trainer.checkpoint.choice import (
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.lineage import compare
 from trainer.checkpoint.lock import RunLock, has_ended_in_order
-from trainer.checkpoint.manifest import Manifest, verify_files
+from trainer.checkpoint.manifest import verify_files
 from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import CannotWriteError
 from trainer.runtime import distributed
@@ -41,7 +41,7 @@ class Start:
     """The point where a run begins.
 
     `checkpoint`: the verified checkpoint to continue from; None for a new run. `is_complete`: True
-    if the run has already ended, with nothing left to do. `lock`: the run lock on the main rank.
+    if the run has already ended and has nothing left to do. `lock`: the run lock, on the main rank.
     """
 
     checkpoint: CheckpointInfo | None
@@ -66,11 +66,11 @@ def decide_start(
 ) -> Start:
     """Decide where to begin. Collective.
 
-    `fingerprints`: those of this run; `selection`: the result of `choose`; `total_steps`: number of
-    steps of the whole run, if it continues from the selected checkpoint.
+    `fingerprints`: fingerprints of this run; `selection`: the result of `choose`; `total_steps`:
+    number of steps of the whole run, if it continues from the selected checkpoint.
 
     If the run has already ended, nothing is written, not even the lock. A run that was killed while
-    it ended continues with no steps left, and ends again. Raises the same error on every rank:
+    it ended continues with no steps left and ends again. Raises the same error on every rank:
     `ConfigError` for a run that cannot be continued as configured, `CannotWriteError` if the run
     directory cannot be written.
     """
@@ -89,7 +89,7 @@ def decide_start(
 def _begin(
     config: TrainerConfig, fingerprints: Mapping[str, str], world: World, lock: RunLock
 ) -> Start:
-    """Decide where to begin while the main rank holds the lock, which it takes first."""
+    """Take the lock on the main rank, then decide where to begin."""
     run_dir = Path(config.default_local_dir)
 
     def take_run_dir() -> None:
@@ -104,7 +104,7 @@ def _begin(
     _log(selection)
     checkpoint = _first_verified(selection.candidates, run_dir, world)
     if checkpoint is not None:
-        saved = _manifest(checkpoint).fingerprints
+        saved = checkpoint.manifest.fingerprints
         for change in compare(saved, fingerprints, allow=config.resume_allow):
             logger.warning("changed since %s: %s", checkpoint.path.name, change)
     return Start(
@@ -129,15 +129,15 @@ def _is_complete(
     has_ended = ended_early or last.step >= total_steps
     if not has_ended or verify(last, world):
         return False
-    if not _is_own(last, run_dir):
+    if not is_own(last, run_dir):
         return True
     if end is not None and on_main(partial(has_ended_in_order, run_dir, last), run_dir, world):
         return True
-    logger.info("%s was the last step, but the run did not end in order", last.path)
+    logger.info("%s holds the last step, but the run did not end cleanly", last.path)
     return False
 
 
-def _is_own(checkpoint: CheckpointInfo, run_dir: Path) -> bool:
+def is_own(checkpoint: CheckpointInfo, run_dir: Path) -> bool:
     """Return True if the checkpoint is in this run's directory."""
     return checkpoint.path.resolve().parent == run_dir.resolve()
 
@@ -154,8 +154,8 @@ def _first_verified(
         if not problems:
             return candidate
         logger.warning("%s is damaged: %s", candidate.path, "; ".join(problems[:3]))
-        if _is_own(candidate, run_dir):
-            set_aside = partial(layout.quarantine, candidate.path, "its contents do not verify")
+        if is_own(candidate, run_dir):
+            set_aside = partial(layout.quarantine, candidate.path, "it is damaged")
             on_main(set_aside, run_dir, world)
     if candidates:
         raise NoUsableCheckpointError(
@@ -172,7 +172,7 @@ def choose(config: TrainerConfig, world: World) -> Selection:
 
 def position_of(checkpoint: CheckpointInfo | None) -> Position:
     """Return the position from which a run continues."""
-    return Position() if checkpoint is None else _manifest(checkpoint).position
+    return Position() if checkpoint is None else checkpoint.manifest.position
 
 
 def on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
@@ -189,9 +189,9 @@ def on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
         except OSError as error:
             outcome[1] = cannot_use(run_dir, error)
     dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: T = outcome[0]
+    result, failure = outcome
+    if failure is not None:
+        raise failure
     return result
 
 
@@ -215,9 +215,9 @@ def _require_shared(run_dir: Path, world: World) -> None:
     on_main(lambda: fsio.remove_tree(probe), run_dir, world)
     if blind := [rank for rank, rank_sees in enumerate(seen) if not rank_sees]:
         raise ConfigError(
-            f"ranks {blind} do not see what rank 0 writes to "
+            f"ranks {blind} do not see the files that rank 0 writes to "
             f"trainer.default_local_dir={run_dir}.\n"
-            f"Fix: put it on a file system that all machines share"
+            f"Fix: choose a directory on a file system that all machines share"
         )
 
 
@@ -226,20 +226,17 @@ def verify(candidate: CheckpointInfo, world: World) -> list[str]:
 
     A damaged export is only logged, since a resume does not need it.
     """
-    own = verify_files(candidate.path, _manifest(candidate), share=(world.rank, world.size))
+    own = verify_files(candidate.path, candidate.manifest, share=(world.rank, world.size))
     reports = distributed.gather(own)
     problems = [problem for report in reports for problem in report]
     for problem in filter(layout.is_export, problems):
-        text = (
-            "the export of %s is damaged; 'checkpoint export' makes another. The run continues: %s"
+        logger.warning(
+            "the export in %s is damaged: %s; the run continues, and `checkpoint export` makes a "
+            "new export",
+            candidate.path,
+            problem,
         )
-        logger.warning(text, candidate.path, problem)
     return [problem for problem in problems if not layout.is_export(problem)]
-
-
-def _manifest(checkpoint: CheckpointInfo) -> Manifest:
-    assert checkpoint.manifest is not None, "a candidate is committed"
-    return checkpoint.manifest
 
 
 def _log(selection: Selection) -> None:

@@ -1,13 +1,13 @@
 """The state that survives a restart: a dictionary of named parts for save, resume and rollback.
 
-The name of a part decides where it is kept. `model` and `optimizer` have their own shard file on
+The name of a part decides which file contains it. `model` and `optimizer` each have a shard file on
 each rank, `data` has one file for all ranks, and every other part is in each rank's extra state.
 
 With a different number of ranks, a resume gives every rank the extra state of rank 0. This suits a
 part whose state is equal on all ranks, which each save checks, and a part for which only the state
-on rank 0 counts. A class that sets `state_of = OWN` has a different state on each rank, and
-continues only on the same ranks. The state of a class that sets `is_sharded` maps names to
-DTensors, which can be resharded to any number of ranks.
+on rank 0 counts. If a class sets `state_of = OWN`, its state differs between ranks, and the run
+can continue only on the same ranks. If a class sets `is_sharded`, its state maps names to DTensors,
+which can be resharded to any number of ranks.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from trainer.checkpoint import layout, shards
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.checkpoint.shards import CorruptShardError, Shards
+from trainer.checkpoint.shards import CorruptShardError, Shards, StateDict
 from trainer.config import ConfigError
 from trainer.model.weights import bytes_of
 from trainer.runtime import distributed
@@ -31,9 +31,9 @@ from trainer.runtime.progress import ALL, MAIN, OWN
 
 logger = logging.getLogger(__name__)
 APART = ("model", "optimizer", "data")
-"""Parts that have their own files."""
+"""Parts that are in separate files."""
 SEEDED = ("rng",)
-"""Parts that differ by rank and need not be kept, because each step seeds them again."""
+"""Parts that differ between ranks but need not be restored, because each step seeds them again."""
 
 
 class Stateful(Protocol):
@@ -43,7 +43,7 @@ class Stateful(Protocol):
     (default False).
     """
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state_dict: Any) -> None: ...
 
@@ -56,9 +56,7 @@ def read_shards(checkpoint: CheckpointInfo, file_of: Callable[[int, int], str]) 
 
     `file_of`: the function of `layout` that names the files.
     """
-    assert checkpoint.manifest is not None, "it is committed"
-    size, ranks = checkpoint.manifest.world_size, range(checkpoint.manifest.num_shards)
-    return Shards.read(checkpoint.path, [file_of(size, rank) for rank in ranks])
+    return Shards.read(checkpoint.path, checkpoint.manifest.shard_files(file_of))
 
 
 class ModelShards:
@@ -106,9 +104,10 @@ class OptimizerShards:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         state = {
             names[parameter]: {key: shards.compact(value) for key, value in values.items()}
@@ -126,13 +125,14 @@ class OptimizerShards:
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            saved, live = states.entries(name), self.optimizer.state[parameter]
+            saved = states.entries(name)
+            live = self.optimizer.state[parameter]
             if saved[0].keys() != live.keys():
                 raise CorruptShardError(
                     f"{directory.name} was saved by a different optimizer: for '{name}' it has "
                     f"{', '.join(saved[0])}, but {type(self.optimizer).__name__} needs "
                     f"{', '.join(live)}.\nFix: restore optim.name, or start a new run from the "
-                    f"weights, with another trainer.experiment_name and "
+                    f"weights with trainer.experiment_name=<new name> and "
                     f"model.partial_pretrain={directory}/huggingface"
                 )
             for key, value in live.items():
@@ -141,12 +141,12 @@ class OptimizerShards:
 
 
 class WeightBuffers:
-    """The model's persistent buffers. They are not sharded: every rank holds them in full."""
+    """The model's persistent buffers. Every rank holds them in full."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return shards.weight_buffers(self.model)
 
     @torch.no_grad()
@@ -155,23 +155,22 @@ class WeightBuffers:
             buffer.copy_(state_dict[name])
 
 
-def rank_state(state: State, step: int) -> dict[str, Any]:
+def rank_state(state: State, step: int) -> StateDict:
     """Return the extra state of this rank after `step`."""
-    found: dict[str, Any] = {"step": step}
+    found: StateDict = {"step": step}
     for name, part in state.items():
         if name not in APART:
-            found[name] = part.state_dict()
-            if is_sharded(part):
-                found[name] = {key: shards.compact(v) for key, v in found[name].items()}
+            found[name] = tree_map(shards.compact, part.state_dict())
     return found
 
 
 def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> None:
-    """Raise `ConfigError` on all ranks if another number of ranks could not load the extra state.
+    """Raise `ConfigError` on all ranks if a different number of ranks could not load the state.
 
     `extra`: the result of `rank_state` on this rank. Collective.
     """
-    common, unfit = {}, []
+    common = {}
+    unfit = []
     for name in sorted(extra.keys() & state.keys() - {*SEEDED}):
         if is_sharded(state[name]):
             is_fit = all(isinstance(value, Tensor) for value in extra[name].values())
@@ -187,16 +186,15 @@ def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> N
         if found_unfit:
             raise ConfigError(
                 f"the state of the part '{found_unfit[0]}' cannot be saved: if a part holds sharded "
-                f"tensors (DTensor), its state must map names to tensors, without other values.\n"
+                f"tensors (DTensor), its state must map names to tensors and contain nothing else.\n"
                 f"Fix: set is_sharded = True on the class, and keep other values in a second part"
             )
-        names = expected.keys() | digests.keys()
-        if different := sorted(name for name in names if expected.get(name) != digests.get(name)):
+        if different := sorted({name for name, _ in expected.items() ^ digests.items()}):
             raise ConfigError(
-                f"the state of the part '{different[0]}' cannot be saved: it is not the same on "
-                f"rank 0 and rank {rank}, and a resume on another number of ranks loads that of "
-                f"rank 0.\nFix: make it equal, or set state_of on the class: {OWN!r} if each rank "
-                f"needs its own state, {MAIN!r} if that of rank 0 counts"
+                f"the state of the part '{different[0]}' cannot be saved: it differs between rank 0 "
+                f"and rank {rank}, but a resume on a different number of ranks would load the state "
+                f"of rank 0 everywhere.\nFix: make it equal on all ranks, or set state_of on the "
+                f"class: {OWN!r} if each rank needs its own state, {MAIN!r} if only rank 0's counts"
             )
 
 
@@ -233,8 +231,8 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
 
     Raises `ConfigError` if the checkpoint is from a different model.
     """
-    assert checkpoint.manifest is not None, "it is committed"
-    path, manifest = checkpoint.path, checkpoint.manifest
+    path = checkpoint.path
+    manifest = checkpoint.manifest
     for name, file_of in (("model", layout.model_file), ("optimizer", layout.optim_file)):
         state[name].load_state_dict(read_shards(checkpoint, file_of))
     is_same_size = manifest.world_size == world.size
@@ -251,10 +249,10 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
         is_own = _state_of(part) == OWN and name not in SEEDED
         if is_own and not (is_same_size and manifest.mesh == world.mesh_sizes):
             raise ConfigError(
-                f"{path} holds a state of the part '{name}' for each of its ranks "
+                f"{path} holds one state of the part '{name}' for each of its ranks "
                 f"({manifest.mesh}), which the ranks of this run ({world.mesh_sizes}) cannot load.\n"
-                f"Fix: continue on the same ranks, or start a new run from its weights: another "
-                f"trainer.experiment_name, model.partial_pretrain={path}/huggingface"
+                f"Fix: continue on the same ranks, or start a new run from the weights with "
+                f"trainer.experiment_name=<new name> and model.partial_pretrain={path}/huggingface"
             )
         if is_sharded(part):
             # The rows of one rank may be in the files of several ranks.

@@ -24,7 +24,8 @@ KEY = "trainer.checkpoint.mirror"
 class StorageError(Exception):
     """The storage refused or did not answer. The message names the operation and the cause.
 
-    `is_refusal`: True if a retry will not help, as without permission or for a missing bucket.
+    `is_refusal`: True if a retry will not help, for example without permission or for a missing
+    bucket.
     """
 
     def __init__(self, message: str, *, is_refusal: bool = False) -> None:
@@ -41,21 +42,21 @@ def require_usable(url: str) -> None:
     protocol, mark, path = url.partition("://")
     problem = ""
     if not mark or not path.strip("/"):
-        problem = "is no URL"
+        problem = "is not a URL"
     elif protocol not in fsspec.available_protocols():
         problem = f"cannot be reached: fsspec does not know {protocol}://"
     elif protocol == "hf" and not path.startswith("buckets/"):
-        problem = "is a repository of the Hub, where each file is a commit, and commits are limited"
+        problem = "is a Hub repository, where each file would be a commit, and commits are limited"
     if problem:
         raise ConfigError(
-            f"'{KEY}={url}' {problem}.\nFix: s3://bucket/path, gs://bucket/path, "
-            f"hf://buckets/org/name/path, file:///path or another URL for fsspec"
+            f"{KEY}={url} {problem}.\nFix: use s3://bucket/path, gs://bucket/path, "
+            f"hf://buckets/org/name/path, file:///path or any other URL that fsspec supports"
         )
     known = known_implementations.get(protocol, {"class": "fsspec"})
     if find_spec(known["class"].partition(".")[0]) is None:
         raise ConfigError(
-            f"'{KEY}={url}': {known.get('err')}.\nFix: for s3fs and gcsfs pip install "
-            f"'fsdp-sft[mirror]'"
+            f"{KEY}={url}: {known.get('err')}.\n"
+            f"Fix: install the missing package (pip install 'fsdp-sft[mirror]' for s3fs and gcsfs)"
         )
 
 
@@ -68,12 +69,13 @@ def count_files(url: str, *, within_s: float) -> int:
 
 
 class Storage:
-    """The files below `url`, by name. Methods raise `StorageError`. Threads may share a storage."""
+    """The files below `url`, by name. Methods raise `StorageError`. Threads may share an object."""
 
     def __init__(self, url: str, file_system: AbstractFileSystem | None = None) -> None:
-        """`file_system` replaces the file system that fsspec finds. Raises `ConfigError`."""
+        """`file_system` replaces the one that fsspec finds. Raises `ConfigError`."""
         require_usable(url)
-        self.url, self.answered_at = url.rstrip("/"), time.monotonic()
+        self.url = url.rstrip("/")
+        self.answered_at = time.monotonic()
         options = {"skip_instance_cache": True, "use_listings_cache": False}
         if url.startswith(("file://", "local://")):
             options["auto_mkdir"] = True

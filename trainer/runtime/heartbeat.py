@@ -45,8 +45,8 @@ class Heartbeat:
         self.enter("start", limit_s=math.inf)
 
     def report_to(self, run_dir: Path) -> None:
-        """Begin to write step, phase and time to `heartbeat/rank_<rank>.json` in `run_dir` every 30
-        s, for people to read.
+        """Begin to write step, phase and time to `heartbeat/rank_<rank>.json` in `run_dir` every
+        30 s. On other machines, `is_live` recognises the run by these files.
         """
         self._report = run_dir / REPORT_DIRECTORY / f"rank_{rank_and_size()[0]}.json"
         self.beat()
@@ -80,7 +80,7 @@ class Heartbeat:
             "phase": self._phase_name,
             "ts": round(time.time(), 3),
         }
-        with contextlib.suppress(OSError):  # only a person would miss the file
+        with contextlib.suppress(OSError):  # a full disk must not end the run
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, json.dumps(content) + "\n", is_durable=False)
 

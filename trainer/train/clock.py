@@ -47,7 +47,7 @@ class TraceFile:
         try:
             self._file.write(json.dumps(event) + ",\n")
         except OSError as error:
-            logger.warning("the trace of rank %d ends here: %s", self._rank, error)
+            logger.warning("the trace of rank %d ends early: %s", self._rank, error)
             self._file.close()
 
 
@@ -66,12 +66,13 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device, *, trace: TraceFile | None = None) -> None:
-        self._is_cuda, self._trace = device.type == "cuda", trace
+        self._is_cuda = device.type == "cuda"
+        self._trace = trace
         self._marks: list[_Mark] = []
         self.begin()
 
     def begin(self) -> None:
-        """Start a step. The time since the last mark counts towards no step."""
+        """Start a step. The time since the last mark does not count towards any step."""
         self._marks = []
         self.mark("")
 
@@ -83,7 +84,7 @@ class PhaseClock:
         self._marks.append(_Mark(phase, time.perf_counter(), event))
 
     def exclude(self) -> None:
-        """Count the time since the last mark (such as a validation or a save) towards no step."""
+        """Leave the time since the last mark, such as a validation or a save, out of the step."""
         self.mark("")
 
     def lap(self) -> defaultdict[str, float]:

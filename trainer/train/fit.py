@@ -42,7 +42,8 @@ def _train(run: Run) -> int | None:
         for batch in batches:
             run.heartbeat.step = batch.step
             result = training_step(run, batch)
-            row, decision = result.row | metrics.take_for_row(), result.decision
+            row = result.row | metrics.take_for_row()
+            decision = result.decision
             run.log(row, batch.step)
             run.meter.clock.mark("logging")
             if decision.rollback_onset is not None and _roll_back(
@@ -60,7 +61,7 @@ def _train(run: Run) -> int | None:
 
 
 def _settle_debts(run: Run) -> int | None:
-    """Run the validation that the loaded checkpoint still owes, if any.
+    """Run the validation that was due at the loaded checkpoint, if it was interrupted.
 
     Returns the exit code if the run ends here, otherwise None.
     """
@@ -72,7 +73,7 @@ def _settle_debts(run: Run) -> int | None:
         # the best step may have changed
         run.checkpoints.settle(step, run.guard.history)
     if run.loop.has_stopped_early:
-        logger.info("this run has ended early, at step %d", step)
+        logger.info("the run has already ended early, at step %d", step)
         return EXIT_DONE
     return None
 
@@ -92,7 +93,7 @@ def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
 
 def _stopped(run: Run, step: int) -> int:
     reason = run.stop.reason or "a signal"
-    logger.info("stopped at step %d on %s: saved, resumable", step, reason)
+    logger.info("stopped at step %d on %s: saved, and the same command continues", step, reason)
     return EXIT_RESUMABLE
 
 
@@ -128,7 +129,6 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     if found is None:
         return False
     target, rollbacks = found
-    assert target.manifest is not None, "it is committed"
     before = run.guard.state_dict()
     run.batches.rewind(target.manifest.position, skipped_steps=rollbacks.skipped_steps)
     run.checkpoints.load(target)

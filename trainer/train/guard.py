@@ -1,8 +1,8 @@
 """Decide what to do about abnormal steps and validations, which `trainer.train.detection` finds.
 
 The guard sees only values that are bit-equal on all ranks, so every rank makes the same decisions.
-Each step's packet contains the number of decisions: a rank that decided differently is found at
-once.
+Each step's packet contains the number of decisions, so that a rank that decided differently is
+noticed at once.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ COUNTS = ("num_skipped", "num_decisions", "episodes")
 
 
 class Guard(Remembered, Part):
-    """Answers anomalies. Each rank has a guard, but only the main rank's guard reports.
+    """Reacts to anomalies. Each rank has a guard, but only the main rank's guard reports.
 
     Its state survives restarts and rollbacks.
     """
@@ -112,21 +112,22 @@ class Guard(Remembered, Part):
         is_stop = any(answer.is_stop for answer in answers)
         reason = "; ".join(dict.fromkeys(answer.reason for answer in answers))
         if onset is not None and len(self.rollbacks.entries) >= MAX_ROLLBACKS:
-            reason += f"; it has been rolled back {MAX_ROLLBACKS} times already"
-            onset, is_stop = None, True
+            reason += f"; the run has already been rolled back {MAX_ROLLBACKS} times"
+            onset = None
+            is_stop = True
         return Decision(onset, is_stop, reason)
 
     def observe_validation(self, step: int, loss: float, *, train_loss: float) -> bool:
         """Record a validation. Return True if the run ends early.
 
-        It does so after `early_stop_patience` validations without an improvement.
+        A run ends early after `early_stop_patience` validations without an improvement.
         """
         if not (isfinite(loss) and isfinite(train_loss)):
             return False
         if self._overfit.observe(step, val_loss=loss, train_loss=train_loss):
             message = (
                 f"val/loss {loss:.4f} is above its best, {self._overfit.best_loss:.4f} at step "
-                f"{self._overfit.best_step}, while train/loss fell: that checkpoint is kept"
+                f"{self._overfit.best_step}, while train/loss fell; the best checkpoint is kept"
             )
             self._tell("overfit", step, message, "warn")
         if not self._overfit.is_exhausted:
@@ -144,7 +145,7 @@ class Guard(Remembered, Part):
         return History(self._overfit.best_step, tuple(self.episodes))
 
     def scores(self) -> dict[str, float]:
-        """Return the guard's metrics for the last observed step."""
+        """Return the guard's metrics of the last observed step."""
         return {
             **self._detector.scores,
             "optim/skipped_steps": self.num_skipped,
@@ -152,7 +153,7 @@ class Guard(Remembered, Part):
         }
 
     def validation_scores(self) -> dict[str, float]:
-        """Return the guard's metrics for the last observed validation."""
+        """Return the guard's metrics of the last observed validation."""
         best_step = self._overfit.best_step
         if best_step is None:
             return {}
@@ -166,19 +167,22 @@ class Guard(Remembered, Part):
         self.rollbacks = rollbacks
         entry = rollbacks.entries[-1]
         message = (
-            f"rolled back to step {entry.target_step}, steps {entry.first_skipped} to "
-            f"{entry.last_skipped} are skipped: {entry.reason}"
+            f"rolled back to step {entry.target_step}; steps {entry.first_skipped} to "
+            f"{entry.last_skipped} will be skipped: {entry.reason}"
         )
         self._tell("rollback", entry.found_step, message, "error")
         self.load_state_dict({name: forgotten[name] for name in COUNTS})
 
     def _answer(self, anomaly: Anomaly) -> Decision | None:
         """Report an anomaly. Return the decision that it requires; None if a warning is enough."""
-        level, step = anomaly.level, anomaly.step
+        level = anomaly.level
+        step = anomaly.step
         is_harmful = level in (Level.SEVERE, Level.DIVERGING)
         is_bad = is_harmful or level == Level.DEAD
         self._tell(f"guard/{level}", step, anomaly.message, "error" if is_bad else "warn")
-        action, onset, reason = anomaly.action or "warn", anomaly.onset, anomaly.message
+        action = anomaly.action or "warn"
+        onset = anomaly.onset
+        reason = anomaly.message
         has_given_up = False
         if is_harmful:
             self.episodes = [*self.episodes, (onset, step)][-MAX_EPISODES:]
@@ -188,7 +192,8 @@ class Guard(Remembered, Part):
             action = "stop"
         elif level == Level.NONFINITE and (first := self._given_up_since()) is not None:
             # the run stops if there is no checkpoint to return to
-            has_given_up, onset = True, first
+            has_given_up = True
+            onset = first
             action = "rollback" if self._config.on_diverging == "rollback" else "stop"
             reason = f"too many steps without a finite loss and gradient since step {first}"
         if action == "warn" and not is_harmful:

@@ -35,7 +35,8 @@ class Memory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._process = device, psutil.Process()
+        self._device = device
+        self._process = psutil.Process()
         self._device_gib = 0.0
         self._gpu: dict[str, float] = {}
         """The newest sample from the driver."""

@@ -54,8 +54,11 @@ class Meter(Remembered, Part):
         of the training data.
         """
         self.clock = PhaseClock(world.device, trace=trace)
-        self._world, self._total_steps, self._cost = world, total_steps, cost
-        self._past_s, self._data_facts = past_s, data_facts
+        self._world = world
+        self._total_steps = total_steps
+        self._cost = cost
+        self._past_s = past_s
+        self._data_facts = data_facts
         self._memory = Memory(world.device)
         self._peak_tflops = peak_tflops(world.device)
         self._combined = metrics.combined_metrics()
@@ -65,7 +68,8 @@ class Meter(Remembered, Part):
         self._step_s = deque[float](maxlen=WINDOW_STEPS)
         self._num_tokens = 0
         self._productive_s = 0.0
-        self._ema, self._num_ema = 0.0, 0
+        self._ema = 0.0
+        self._num_ema = 0
 
     def by_rank(self) -> Values:
         """Return this rank's values of all metrics that are combined over ranks."""
@@ -74,8 +78,10 @@ class Meter(Remembered, Part):
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
         """Return the loss and all other metrics of the step that are equal on all ranks."""
-        batch, sums = step.batch, step.totals.sums
-        loss, grad_norm = sums["loss_sum"] / batch.num_loss_tokens, sums["grad_norm"]
+        batch = step.batch
+        sums = step.totals.sums
+        loss = sums["loss_sum"] / batch.num_loss_tokens
+        grad_norm = sums["grad_norm"]
         self._num_tokens += batch.num_tokens
         if math.isfinite(loss):
             self._ema = EMA_DECAY * self._ema + (1 - EMA_DECAY) * loss

@@ -1,12 +1,13 @@
 """One packed sum over ranks per step, and one copy to the host.
 
-The same sum carries values of single ranks, each in a slot that all other ranks leave at zero. So
-maxima, medians and the slowest rank need no second collective, and a NaN stays in the slot of the
-rank that produced it.
+The sum also carries values of single ranks, each in a slot that all other ranks leave at zero.
+Therefore maxima, medians and the slowest rank need no second collective, and a NaN stays in the
+slot of the rank that produced it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import SupportsFloat
 
 import numpy as np
@@ -45,15 +46,16 @@ class Packet:
     def read(self, **derived: Tensor) -> Totals:
         """Wait for the device, and return the sums and the scalars `derived` from them."""
         tensors = {**derived, **self.sums}
-        numbers = torch.cat([tensor.double().flatten() for tensor in tensors.values()]).tolist()
-        sums, vectors = {}, {}
-        end = 0
+        packed = torch.cat([tensor.double().flatten() for tensor in tensors.values()])
+        numbers = iter(packed.tolist())
+        sums = {}
+        vectors = {}
         for name, tensor in tensors.items():
-            start, end = end, end + tensor.numel()
             if tensor.ndim:
-                vectors[name] = np.array(numbers[start:end]).reshape(tensor.shape)
+                own = list(islice(numbers, tensor.numel()))
+                vectors[name] = np.array(own).reshape(tensor.shape)
             else:
-                sums[name] = numbers[start]
+                sums[name] = next(numbers)
         slots = map(tuple, vectors.pop(BY_RANK).tolist())
         return Totals(sums, dict(zip(self.fields, slots, strict=True)), vectors)
 
@@ -68,12 +70,15 @@ def reduce_packet(world: World, *, sums: Values, by_rank: Values | None = None) 
     slots = torch.zeros(len(fields), world.size, dtype=torch.float64, device=world.device)
     if fields:
         slots[:, world.rank] = torch.stack(own[len(sums) :])
-    own[len(sums) :] = [slots]
-    values = torch.cat([tensor.flatten() for tensor in own])
+    tensors = [*own[: len(sums)], slots]
+    values = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(values)
-    pieces = values.split([tensor.numel() for tensor in own])
-    shaped = [piece.view(tensor.shape) for piece, tensor in zip(pieces, own, strict=True)]
-    return Packet(dict(zip([*sums, BY_RANK], shaped, strict=True)), tuple(fields))
+    pieces = values.split([tensor.numel() for tensor in tensors])
+    reduced = {
+        name: piece.view(tensor.shape)
+        for name, piece, tensor in zip([*sums, BY_RANK], pieces, tensors, strict=True)
+    }
+    return Packet(reduced, tuple(fields))
 
 
 def _on_device(values: list[Value], device: torch.device) -> list[Tensor]:
@@ -83,7 +88,8 @@ def _on_device(values: list[Value], device: torch.device) -> list[Tensor]:
     on the host.
     """
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
-    copied = iter(torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True).unbind())
+    on_device = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+    copied = iter(on_device.unbind())
     return [
         value.detach().to(device).double() if isinstance(value, Tensor) else next(copied)
         for value in values

@@ -1,4 +1,4 @@
-"""The interface of parts, which are objects that act in every step, and the built-in parts.
+"""`Part`, the interface of objects that act in every step, and the built-in parts.
 
 `trainer.train.run.PARTS` lists all parts. Add your own part to it.
 """
@@ -46,7 +46,7 @@ class StepResult:
     """Metrics that are bit-equal on all ranks, so the guard and its rules may act on them."""
     row: dict[str, float] = field(default_factory=dict)
     """All other metrics."""
-    decision: Decision = field(default_factory=Decision)
+    decision: Decision = Decision()
 
 
 class Part:
@@ -131,7 +131,8 @@ class _VectorSum(Part):
         self._sum = values if self._sum is None else self._sum + values
 
     def sums(self, batch: StepBatch) -> Values:
-        found, self._sum = self._sum, None
+        found = self._sum
+        self._sum = None
         return {} if found is None else {self.name: found}
 
 
@@ -186,11 +187,11 @@ class RowLosses(Part):
         self._found.append((ids, sums_2D[:, : len(ids)]))
 
     def sums(self, batch: StepBatch) -> Values:
-        found, self._found = self._found, []
-        places = {
-            sample_id: place for place, sample_id in enumerate(dict.fromkeys(batch.sample_ids))
-        }
-        own = [places[sample_id] for ids, _ in found for sample_id in ids]
+        found = self._found
+        self._found = []
+        ids = dict.fromkeys(batch.sample_ids)
+        places = {sample_id: place for place, sample_id in enumerate(ids)}
+        own = [places[sample_id] for own_ids, _ in found for sample_id in own_ids]
         sums_2D = torch.cat([sums_2D for _, sums_2D in found], dim=1)
         index_D = torch.tensor(own, dtype=torch.int64).to(sums_2D.device, non_blocking=True)
         totals = sums_2D.new_zeros(2, len(places)).index_add_(1, index_D, sums_2D)
@@ -206,21 +207,21 @@ class Norms(Part):
     """The norms of the parameters and of each block's gradient, before every 50th update."""
 
     def __init__(self, blocks: Mapping[str, Sequence[nn.Parameter]], *, num_replicas: int) -> None:
-        self._blocks, self._num_replicas = blocks, num_replicas
+        self._blocks = blocks
+        self._num_replicas = num_replicas
 
     def sums(self, batch: StepBatch) -> Values:
         if not is_rare(batch.step):
             return {}
-        parameters = list(chain.from_iterable(self._blocks.values()))
-        gradients = [local_square_sum(block) for block in self._blocks.values()]
-        squares = torch.stack([square_sum(parameters), *gradients])
+        blocks = self._blocks.values()
+        parameters = list(chain.from_iterable(blocks))
+        squares = torch.stack([square_sum(parameters), *map(local_square_sum, blocks)])
         return {"squares": squares / self._num_replicas}
 
     def after_step(self, step: StepResult) -> None:
-        if "squares" in step.totals.vectors:
+        if (squares := step.totals.vectors.get("squares")) is not None:
             names = ("optim/param_norm", *(f"optim/grad_norm/{name}" for name in self._blocks))
-            norms = map(math.sqrt, step.totals.vectors["squares"])
-            step.row.update(zip(names, norms, strict=True))
+            step.row.update(zip(names, map(math.sqrt, squares), strict=True))
 
 
 def is_rare(step: int) -> bool:

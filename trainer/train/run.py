@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.shards import StateDict
 from trainer.checkpoint.state import ModelShards, OptimizerShards, Stateful, WeightBuffers
 from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.optim.clip import Optimizer
@@ -158,12 +158,13 @@ class RateState:
     """
 
     def __init__(self, schedule: LrSchedule, batches: TrainLoader) -> None:
-        self._schedule, self._batches = schedule, batches
+        self._schedule = schedule
+        self._batches = batches
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {**self._schedule.state_dict(), "last_epoch": self._batches.step}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         now = self._schedule.state_dict()
         changes = [key for key in now if state_dict[key] != now[key]]
         if changes:

@@ -23,7 +23,8 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
 
     Everything between the arrival of the batch and the single wait at the end is asynchronous.
     """
-    clock, parts = run.meter.clock, run.parts.values()
+    clock = run.meter.clock
+    parts = run.parts.values()
     clock.mark("data")
     seeding.seed_step(run.seed, step=batch.step, rank=run.world.rank)
     lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.rollbacks.lr_factor)
@@ -78,7 +79,8 @@ def accumulate(run: Run, batch: StepBatch) -> tuple[str, dict[str, Tensor]]:
     device: the cross-entropy of the supervised tokens (`loss_sum`), the number of those tokens that
     the model finds most likely (`num_hits`), and the trained loss.
     """
-    clock, device = run.meter.clock, run.world.device
+    clock = run.meter.clock
+    device = run.world.device
     trained = "loss_sum" if run.model.trains_cross_entropy else "objective_sum"
     names = dict.fromkeys(("loss_sum", "num_hits", trained, "num_nonfinite"))
     zeros = torch.zeros(len(names), dtype=torch.float64, device=device)

@@ -48,11 +48,13 @@ def peak_tflops(device: torch.device) -> float | None:
 def known_as(device_name: str) -> str | None:
     """Return the device's name in the table; None if the table lacks the device.
 
-    There is no guess, because it would look like a measurement.
+    Other devices are not guessed, because a guess would look like a measurement.
     """
     words = _words(device_name)
+    if any(map(OTHER_DEVICE.fullmatch, words)):
+        return None
     fitting = [name for name in PEAK_TFLOPS if _words(name) <= words]
-    return None if any(map(OTHER_DEVICE.fullmatch, words)) else max(fitting, key=len, default=None)
+    return max(fitting, key=len, default=None)
 
 
 def _words(name: str) -> set[str]:

@@ -32,7 +32,8 @@ class Validation:
         self, world: World, *, length_facts: Mapping[str, float], sources: Sequence[str] = ()
     ) -> None:
         """`sources`: names of the data sources, if there are several."""
-        self._world, self._length_facts = world, length_facts
+        self._world = world
+        self._length_facts = length_facts
         self._tokens_by_source = Counter(dict.fromkeys(sources, 0))
         num_sums = NUM_SUMS + len(sources)
         self._totals = np.zeros(num_sums)
@@ -51,10 +52,15 @@ class Validation:
         # ranks that share a document sum over its pieces
         if self._world.sequence_group is not None:
             dist.all_reduce(whole_2D, group=self._world.sequence_group)
-        squares = [sums_D @ whole_2D[0], sums_D @ whole_2D[1], counts_D @ whole_2D[1]]
-        self._local[:NUM_SUMS] += torch.stack(
-            [sums_D.sum(), *squares, output.hits_S.sum().double()]
-        )
+        whole_sums_D, whole_counts_D = whole_2D
+        sums = [
+            sums_D.sum(),
+            sums_D @ whole_sums_D,
+            sums_D @ whole_counts_D,
+            counts_D @ whole_counts_D,
+            output.hits_S.sum().double(),
+        ]
+        self._local[:NUM_SUMS] += torch.stack(sums)
         if self._tokens_by_source:
             self._local.index_add_(0, micro_batch.sources_D + NUM_SUMS, sums_D)
 
@@ -71,7 +77,7 @@ class Validation:
     def row(self, *, train_loss: float) -> dict[str, float]:
         """Return the metrics. `train_loss`: the smoothed training loss, for `val/gap`.
 
-        The standard error is that of a ratio of sums over samples: sqrt(sum (L_i - m n_i)**2) / sum
+        The standard error is for a ratio of sums over samples: sqrt(sum (L_i - m n_i)**2) / sum
         n_i, where sample i has the loss L_i and n_i tokens, and m is the mean loss per token
         (Cochran, Sampling Techniques, section 6.3, for a large population).
         """

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.export import require_export
-from trainer.checkpoint.layout import CheckpointInfo
+from trainer.checkpoint.layout import Checkpoint
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.reading import pinned
 from trainer.config import ConfigError, parse_recorded
@@ -65,7 +65,7 @@ def interval(num_right: int, n: int) -> tuple[float, float, float]:
     return share, max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
-def evaluate(run_dir: Path, info: CheckpointInfo, asked: Evaluation) -> dict[str, Any] | None:
+def evaluate(run_dir: Path, info: Checkpoint, asked: Evaluation) -> dict[str, Any] | None:
     """Score one checkpoint and return its summary, or the summary that it already has.
 
     The samples and the summary are written once all questions have been answered.

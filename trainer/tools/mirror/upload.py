@@ -138,7 +138,6 @@ class Uploader:
 
     def _upload(self, info: CheckpointInfo, held: MirrorState, *, moves_pointer: bool) -> None:
         """Send the files, then the manifest. First remove files that another process uploaded."""
-        assert info.manifest is not None, "it is committed"
         started, manifest = time.monotonic(), info.manifest
         place = layout.step_dir_name(info.step)
         with pinned(info, *(record.path for record in manifest.files)) as directory:

@@ -7,7 +7,6 @@ loaded its weights.
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from trainer.checkpoint.model_files import CONFIG, ModelFiles
@@ -17,7 +16,7 @@ from trainer.model.sampled_weights import digest_of_weights
 from trainer.model.weight_files import weight_files
 from trainer.runtime import distributed
 from trainer.runtime.json_lines import flat
-from trainer.train.start.inputs import Inputs
+from trainer.train.start.inputs import Inputs, Progress
 
 DIGITS = 16
 OWN_OF_A_MACHINE = (
@@ -37,12 +36,13 @@ not affect the numbers.
 """
 
 
-def facts_of(inputs: Inputs, *, progress: Callable[[], None]) -> dict[str, str]:
+def facts_of(inputs: Inputs, *, progress: Progress) -> dict[str, str]:
     """Return digests of the inputs, and the settings, by name. All must be equal on all ranks.
 
     Calls `progress` while it reads weights. Raises `ConfigError`.
     """
-    config, contents = inputs.config, inputs.model_files.contents
+    config = inputs.config
+    contents = inputs.model_files.contents
     facts = {
         "config.json": _digest(contents[CONFIG]),
         "tokenizer": inputs.tokenizer_digest[:DIGITS],

@@ -53,8 +53,8 @@ SEE_HELP = f"; `{call('train --help')}` shows how to start a run"
 def with_recipe(words: list[str]) -> list[str]:
     """Return the overrides, with the default recipe added if they name no recipe.
 
-    The default recipe is that of `SFT_EXPERIMENT`, else `sft.local.yaml`, if there is one. Its name
-    is printed on stderr.
+    The default recipe is the one that `SFT_EXPERIMENT` names, else `sft.local.yaml` if that file
+    exists. Its name is printed on stderr.
     """
     if any(map(_is_recipe, words)):
         return words
@@ -151,7 +151,8 @@ def find_recipe(name: str) -> Path | None:
         if path.is_file():
             return path
         raise ConfigError(
-            f"experiment={name}: this file does not exist (current directory: {Path.cwd()})"
+            f"experiment={name}: there is no such file (current directory: {Path.cwd()}).\n"
+            f"Fix: give the path of an existing recipe"
         )
     places = Path("conf", "experiment"), CONF_DIR / "experiment"
     for place in places:
@@ -180,7 +181,9 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     if not isinstance(tree, DictConfig):
-        raise ConfigError(f"recipe {path} contains no keys; conf/experiment has examples")
+        raise ConfigError(
+            f"recipe {path} contains no keys.\nFix: write it like the examples in conf/experiment"
+        )
     values: Any = OmegaConf.to_container(tree)
     return values
 

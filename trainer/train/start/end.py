@@ -43,7 +43,8 @@ class RunResources:
 
     def give_back(self) -> None:
         """Close all parts. The lock comes last: an empty lock file means that all is written."""
-        is_main, lock = self.setup.world.is_main, self.setup.start.lock
+        is_main = self.setup.world.is_main
+        lock = self.setup.start.lock
         try:
             if self.run is not None:
                 self.run.checkpoints.close()
@@ -141,8 +142,11 @@ def write_final_report(run_dir: Path) -> None:
         if done.returncode != EXIT_DONE:
             raise OSError(done.stderr.strip().rpartition("\n")[2] or f"exit {done.returncode}")
         report, _ = json.JSONDecoder().raw_decode(done.stdout)
-        verdict, headline = report["verdict"], report["headline"]
+        verdict = report["verdict"]
+        headline = report["headline"]
         prefix = f"{verdict}: " if verdict in ("ATTENTION", "FAIL") else ""
         logger.info(labelled("report", f"{prefix}{headline} ({page})"))
     except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
-        logger.warning("no report: %s; see %s", error, call(f"report {run_dir}"))
+        logger.warning(
+            "cannot write the report: %s; %s tries again", error, call(f"report {run_dir}")
+        )

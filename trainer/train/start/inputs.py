@@ -38,6 +38,8 @@ from trainer.train.start.preflight import (
 )
 
 logger = logging.getLogger(__name__)
+Progress = Callable[[], None]
+"""Called again and again during slow work, so that the rank does not count as hung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,8 @@ class Inputs(PreparedData):
 
     def schedule_from(self, start: Position) -> Schedule:
         """Return the order of the rows from a position on. Only some orders need row lengths."""
-        data, seed = self.config.data, self.config.trainer.seed
+        data = self.config.data
+        seed = self.config.trainer.seed
         lengths = None if data.order == "shuffled" else self.train.row_lengths
         return Schedule(self.train.shares, data.train_batch_size, seed, start, data.order, lengths)
 
@@ -82,7 +85,7 @@ class Inputs(PreparedData):
         return trainer.total_training_steps or schedule.steps_until(trainer.total_epochs)
 
 
-def prepare_inputs(config: Config, *, progress: Callable[[], None]) -> Inputs:
+def prepare_inputs(config: Config, *, progress: Progress) -> Inputs:
     """Read model files, tokenizer and tokens. The first rank does the work; the others wait.
 
     Calls `progress` meanwhile. Raises `ConfigError`, `DataError`, `CannotWriteError`.
@@ -112,14 +115,15 @@ def prepare_data(
     files: DataFiles,
     model: ModelSource,
     *,
-    progress: Callable[[], None],
+    progress: Progress,
 ) -> PreparedData:
     """Return the samples of `files`, encoded with the tokenizer of `model`.
 
     The first process does the work; the others wait for it. Calls `progress` meanwhile. Raises
     `ConfigError`, `DataError`, `CannotWriteError`.
     """
-    data, encoders = config.data, Encoders(config, model)
+    data = config.data
+    encoders = Encoders(config, model)
     train = _prepare(encoders, files.train, progress)
     if files.validation:
         validation = _prepare(encoders, files.validation, progress)
@@ -131,7 +135,7 @@ def prepare_data(
     others = [s.name for s, _ in files.train if s.chat_template != data.chat_template]
     if others:
         logger.warning(
-            "huggingface/ has no chat template for these sources, which have their own: %s",
+            "huggingface/ will not contain the chat templates of these sources: %s",
             ", ".join(others),
         )
     tokenizer, digest = encoders.tokenizer(data.chat_template)
@@ -187,7 +191,8 @@ class Encoders:
             max_samples=source.max_samples,
             special_in_content=data.special_in_content,
         )
-        # Plain text has no template and no turns. A change of these must not prepare it again.
+        # Plain text has no template and no turns, so a change of their settings must not prepare
+        # it again.
         if source.keys.text_key is not None:
             return *self.tokenizer(None), options
         kwargs = data.apply_chat_template_kwargs
@@ -212,9 +217,7 @@ def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         )
 
 
-def _prepare(
-    encoders: Encoders, sources: Files, progress: Callable[[], None]
-) -> list[SourceSamples]:
+def _prepare(encoders: Encoders, sources: Files, progress: Progress) -> list[SourceSamples]:
     """Prepare the tokens of each source. Each source has its own cache entry."""
     prepared = []
     for source, files in sources:
@@ -244,12 +247,13 @@ def source_without_weights(config: Config) -> ModelSource:
     return resolve_source(replace(config, model=replace(config.model, random_weights=True)))
 
 
-def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: None) -> ModelSource:
+def resolve_source(config: Config, *, progress: Progress = lambda: None) -> ModelSource:
     """Return the configured model, downloaded if necessary. Raises `ConfigError`.
 
     `progress` is called as bytes arrive.
     """
-    name, has_random_weights = config.model.partial_pretrain, config.model.random_weights
+    name = config.model.partial_pretrain
+    has_random_weights = config.model.random_weights
     path = find_model(name, random_weights=has_random_weights, progress=progress)
     return source_at(config, path)
 
@@ -257,9 +261,10 @@ def resolve_source(config: Config, *, progress: Callable[[], None] = lambda: Non
 def source_at(config: Config, path: str, *, random_weights: bool = False) -> ModelSource:
     """Return the model in a directory, with the tokens that the configuration adds.
 
-    `random_weights`: use random weights whatever the configuration says.
+    `random_weights`: use random weights even if the configuration does not.
     """
-    model, ids = config.model, dict[str, int]()
+    model = config.model
+    ids = dict[str, int]()
     random_weights = random_weights or model.random_weights or model.partial_pretrain == QUICKSTART
     if model.new_tokens:
         path, ids = new_tokens.extended(path, model.new_tokens, Path(config.data.cache_dir))

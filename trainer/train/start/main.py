@@ -23,7 +23,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_card import model_card
 from trainer.checkpoint.model_files import CONFIG
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.start import choose, decide_start, position_of
+from trainer.checkpoint.start import choose, decide_start, is_own, position_of
 from trainer.config import SELECTIVE, Config, ConfigError, parse_duration_s
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import TrainLoader, ValidationBatches
@@ -57,7 +57,8 @@ DEFAULT_LR, RANDOM_LR, ADAPTER_LR = 1e-5, 2e-3, 1e-4
 
 def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     """Build a run from its configuration, and train. Return the exit code."""
-    trainer, model = config.trainer, config.model
+    trainer = config.trainer
+    model = config.model
     device = distributed.pick_device(trainer.device)
     _require_possible(config, device)
     if device.type == "cpu":
@@ -81,7 +82,8 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     total_steps = inputs.total_steps_from(position_of(selection.chosen))
     fingerprints = _fingerprints(inputs)
     start = decide_start(trainer, fingerprints, world, selection=selection, total_steps=total_steps)
-    setup, exit_code = RunSetup(inputs, world, start), EXIT_DONE
+    setup = RunSetup(inputs, world, start)
+    exit_code = EXIT_DONE
     if start.is_complete:
         assert start.checkpoint is not None, "a complete run has a last checkpoint"
         logger.info(already_complete(setup, start.checkpoint.path, start.position.step))
@@ -96,7 +98,8 @@ def _require_possible(config: Config, device: torch.device) -> None:
 
     This happens before anything slow starts.
     """
-    model, num_ranks = config.model, rank_and_size()[1]
+    model = config.model
+    num_ranks = rank_and_size()[1]
     is_selective = model.enable_gradient_checkpointing == SELECTIVE
     if device.type == "cpu" and model.compile and is_selective:
         raise ConfigError(
@@ -144,7 +147,9 @@ def build_run(
     setup: RunSetup, tracking: Tracking | None, stop: StopRequest, heartbeat: Heartbeat
 ) -> Run:
     """Build every part of the run, without loading a checkpoint. Collective."""
-    config, inputs, world = setup.config, setup.inputs, setup.world
+    config = setup.config
+    inputs = setup.inputs
+    world = setup.world
     trainer = config.trainer
     model = build_model(inputs.design, world=world, seed=trainer.seed)
     plan = _rank_plan(setup, model)
@@ -189,7 +194,8 @@ def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
 
     The plan contains the limits of a micro-batch, and the cost of a document by its length.
     """
-    config, world = setup.config, setup.world
+    config = setup.config
+    world = setup.world
     max_samples = config.data.micro_batch_size_per_gpu if model.is_packed else 1
     return RankPlan(
         world.data_rank,
@@ -216,11 +222,16 @@ def _checkpoints(setup: RunSetup, parts: Run) -> CheckpointManager:
 
     LoRA exports need the files of the base model.
     """
-    config, inputs, trainer = setup.config, setup.inputs, setup.config.trainer
-    whole, adapter = inputs.whole, None
+    config = setup.config
+    inputs = setup.inputs
+    trainer = setup.config.trainer
+    whole = inputs.whole
+    adapter = None
     if config.model.has_adapters:
-        settings, base = adapters.settings(parts.model), inputs.source
-        whole, adapter = None, Adapter(settings, Path(base.path), base.whole)
+        settings = adapters.settings(parts.model)
+        base = inputs.source
+        whole = None
+        adapter = Adapter(settings, Path(base.path), base.whole)
     end_token_ids = tuple(sorted(inputs.train.summary.end_token_ids))
     source = ExportSource(inputs.model_files, inputs.chat_template, end_token_ids, whole, adapter)
     saver = Saver(
@@ -257,7 +268,8 @@ def _card_writer(setup: RunSetup) -> Callable[[Mapping[str, object]], bytes]:
     The cards state the base model, the settings that differ from their defaults, and the origins of
     data and code.
     """
-    config, fingerprints = setup.config, setup.start.fingerprints
+    config = setup.config
+    fingerprints = setup.start.fingerprints
     base = config.model.partial_pretrain
     defaults = flat(asdict(Config()))
     settings = {
@@ -284,12 +296,13 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
     if step < setup.total_steps:
         text = f"{found.path}, continuing at step {step + 1} of {setup.total_steps}"
         logger.info(labelled("resume", text))
-    is_own = found.path.resolve().parent == setup.run_dir.resolve()
-    if parts.tracking is not None and is_own and parts.tracking.past.last_step < step:
+    if parts.tracking is None or not is_own(found, setup.run_dir):
+        return
+    if (last_step := parts.tracking.past.last_step) < step:
         logger.warning(
-            "metrics.jsonl ends at step %d, but the checkpoint was saved at step %d: histories and report "
-            "lack the rows between them",
-            parts.tracking.past.last_step,
+            "metrics.jsonl ends at step %d, but the checkpoint was saved at step %d, so histories and "
+            "report lack the rows in between",
+            last_step,
             step,
         )
 

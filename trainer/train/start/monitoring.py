@@ -53,7 +53,9 @@ def environment(world: World) -> dict[str, str]:
 
 def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | None) -> Meter:
     """Return the meter of the steps, with the facts about the data that its rows repeat."""
-    trainer, inputs, world = setup.config.trainer, setup.inputs, setup.world
+    trainer = setup.config.trainer
+    inputs = setup.inputs
+    world = setup.world
     rows = inputs.train.summary
     facts = {
         "data/truncated": rows.num_truncated,
