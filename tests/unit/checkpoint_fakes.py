@@ -143,8 +143,8 @@ class Run:
         self.acknowledged.append(self.step)
         self._settle(self.step)
 
-    def _settle(self, step: int) -> None:
-        retention.settle(self.run_dir, step, keep=self.keep, history=History())
+    def _settle(self, step: int, **settings: Any) -> None:
+        retention.settle(self.run_dir, step, keep=self.keep, history=History(), **settings)
 
     def restart(self) -> int | None:
         """As `trainer.checkpoint.start` and the load after it do it. Returns the step to continue
@@ -160,7 +160,7 @@ class Run:
             if problems := verify_files(info.path, info.manifest):
                 layout.quarantine(info.path, problems[0])
                 continue
-            self._settle(info.step)
+            self._settle(info.step, protect={info.step})
             self.step = info.step
             return info.step
         return None

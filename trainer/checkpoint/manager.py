@@ -275,7 +275,9 @@ class CheckpointManager:
             self._saver.require_lock()
             # The directory is missing if this run begins with another run's checkpoint.
             if (self.run_dir / layout.step_dir_name(step)).is_dir():
-                retention.settle(self.run_dir, step, keep=self._saver.keep, history=history)
+                retention.settle(
+                    self.run_dir, step, keep=self._saver.keep, history=history, protect={step}
+                )
 
         self._on_main(point_and_delete)
 

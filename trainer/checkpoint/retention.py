@@ -22,12 +22,19 @@ SPARE = 1.05
 """Factor on the size of a save, because directories, logs and other writers need space too."""
 
 
-def settle(run_dir: Path, step: int, *, keep: int | None, history: History) -> None:
+def settle(
+    run_dir: Path,
+    step: int,
+    *,
+    keep: int | None,
+    history: History,
+    protect: Set[int] = frozenset(),
+) -> None:
     """Point to the committed checkpoint of `step`, then delete old checkpoints.
 
-    The checkpoint of `step`, the newest `keep` checkpoints (None: all), and those that
-    `worth_keeping` returns stay. A failure is only logged: the checkpoint is committed, and the
-    next save or start tries again.
+    The newest `keep` checkpoints (None: all), the checkpoints that `worth_keeping` returns, and the
+    steps in `protect` stay. A failure is only logged: the checkpoint is committed, and the next
+    save or start tries again.
     """
     try:
         layout.publish(run_dir, step)
@@ -38,7 +45,7 @@ def settle(run_dir: Path, step: int, *, keep: int | None, history: History) -> N
                 # pointer's checkpoint.
                 layout.mark_published(info.path)
         best = worth_keeping(run_dir, history, found)
-        rotate(run_dir, keep=keep, protect=best | {step})
+        rotate(run_dir, keep=keep, protect=protect | best)
     except (OSError, MemoryError) as error:
         logger.warning(
             "%s is committed, but the pointer could not be updated or old checkpoints could not be "
@@ -52,8 +59,8 @@ def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) 
     """Delete old checkpoints. If one cannot be deleted, the next call tries again.
 
     Call this after `publish`, and on resume once the loaded checkpoint is verified, because sizes
-    alone do not prove that the newest checkpoint is intact. `protect` contains the step of the
-    published checkpoint.
+    alone do not prove that the newest checkpoint is intact. `protect` contains the step that this
+    run resumed from, until a newer checkpoint is published.
     """
     for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
         delete(path)
