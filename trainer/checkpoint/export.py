@@ -234,7 +234,8 @@ def _base_groups(
         # files may leave out the first component of a name: the module without the head
         own_names = {name.partition(".")[2]: name for name in changes}
         own_names |= {name: name for name in changes}
-        known, others = [TensorGroup((n,), (own_names.get(n, n),)) for n in base], []
+        known = [TensorGroup((n,), (own_names.get(n, n),)) for n in base]
+        others = []
     of_stored = {
         name: group
         for group in known

@@ -12,7 +12,8 @@ from typing import Self
 
 from trainer.config import ConfigError
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _COMPANIONS = (
     *TEMPLATES,

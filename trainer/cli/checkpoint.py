@@ -247,7 +247,8 @@ def _export(arguments: argparse.Namespace) -> int:
     """Export one checkpoint. Imports torch."""
     checkpoint, notes = listing.checkpoint_to_export(arguments.checkpoint)
     _show([*notes, f"exporting {checkpoint} in {arguments.dtype}"])
-    started, target = time.perf_counter(), arguments.target
+    started = time.perf_counter()
+    target = arguments.target
     from trainer.checkpoint.offline_export import export_from_shards
 
     export_from_shards(

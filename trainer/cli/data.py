@@ -34,7 +34,8 @@ def main(argv: list[str]) -> int:
         # JSON escapes characters that drive a terminal
         print(json.dumps(show.stats(data.train, data.validation), indent=1))
     else:
-        number, seed = arguments.samples, config.trainer.seed
+        number = arguments.samples
+        seed = config.trainer.seed
         for line in show.shown(data.train, data.tokenizer, num_each=number, seed=seed):
             print(line)
     return EXIT_DONE

@@ -20,7 +20,8 @@ from trainer.errors import CannotWriteError
 from trainer.launch.checks import Checked, launch_of
 from trainer.tools.verify import checks
 
-EXIT_WELL, EXIT_FAILS = 0, 1
+EXIT_WELL = 0
+EXIT_FAILS = 1
 
 
 @as_command()

@@ -158,9 +158,11 @@ def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
     from trainer.tools.evaluate.scoring import append_result, publish
 
     try:
-        step, value = int(arguments.attach[0]), float(arguments.attach[2])
+        step = int(arguments.attach[0])
+        value = float(arguments.attach[2])
     except ValueError:
-        step, value = -1, math.nan
+        step = -1
+        value = math.nan
     if step < 0 or not math.isfinite(value):
         raise ConfigError(
             f"--attach {' '.join(arguments.attach)}: STEP and VALUE must be finite numbers"

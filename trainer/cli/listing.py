@@ -140,7 +140,8 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
     elif not run["notes"]:
         yield "  no checkpoint yet"
     for found in run["checkpoints"]:
-        size, ranks = readable(found["size_bytes"]), found["world_size"] or "-"
+        size = readable(found["size_bytes"])
+        ranks = found["world_size"] or "-"
         loss = "-" if found["loss"] is None else f"{found['loss']:.4f}"
         created = (found["created_utc"] or "-")[:19]
         marks = [found["reason"]] if found["reason"] else []
@@ -171,7 +172,8 @@ def printable(text: str) -> str:
 
 def prove(path: Path) -> list[str]:
     """Hash a whole checkpoint. Return a line for each file that differs from its manifest."""
-    info, count = layout.inspect(path), min(MAX_HASH_THREADS, len(os.sched_getaffinity(0)))
+    info = layout.inspect(path)
+    count = min(MAX_HASH_THREADS, len(os.sched_getaffinity(0)))
     try:
         manifest = info.manifest or parse_manifest(fsio.read_bytes(path / MANIFEST))
     except (OSError, ManifestError):

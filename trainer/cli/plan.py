@@ -14,7 +14,8 @@ from trainer.launch.ranks import choose_num_ranks, gpus_for_run
 from trainer.model.source import find_architecture
 from trainer.runtime.environment import uncollected
 
-EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
+EXIT_FITS = 0
+EXIT_DOES_NOT_FIT = 1
 
 
 @as_command()

@@ -16,7 +16,8 @@ from trainer.config.keys import (
     within,
 )
 
-QUICKSTART, AUTO = "quickstart", "auto"
+QUICKSTART = "quickstart"
+AUTO = "auto"
 NAME = r"\w[\w.-]*"
 
 
@@ -176,7 +177,8 @@ def sources_of(data: DataConfig, name: str) -> list[Source]:
     """Return the sources of `train_files` or `val_files` (`name`). Raises `ConfigError` for
     sources that contradict each other.
     """
-    dotted, files = f"data.{name}", getattr(data, name)
+    dotted = f"data.{name}"
+    files = getattr(data, name)
     if files is None:
         return []
     if isinstance(files, str) or all(isinstance(entry, str) for entry in files):

@@ -138,7 +138,8 @@ def parse_duration_s(text: str | None) -> float:
     return sum(int(number) * units_s[unit] for number, unit in re.findall(r"(\d+)(\w)", text))
 
 
-not_negative, positive = at_least(0), within("(0, inf)")
+not_negative = at_least(0)
+positive = within("(0, inf)")
 count_or_all = at_least(1, special=-1)
 not_empty = where(lambda value: value.strip() if isinstance(value, str) else value, "is empty")
 duration = where(parse_duration_s, "must be a duration such as 3h30m, 90m or 45s; got '{}'")

@@ -37,7 +37,8 @@ def _schema(cls: type) -> type:
     """
     members: list[Any] = []
     for own in declared(cls).values():
-        kind, default = own.type, own.default
+        kind = own.type
+        default = own.default
         if is_group(kind):
             kind = _schema(kind)
             default = field(default_factory=kind)
@@ -60,9 +61,11 @@ def assign(
     """Set keys of a tree of `cls` from nested mappings. Return the problems, one for each wrong
     key.
     """
-    problems, keys = [], declared(cls)
+    problems = []
+    keys = declared(cls)
     for name, value in values.items():
-        own, dotted = keys.get(name), f"{prefix}{name}"
+        own = keys.get(name)
+        dotted = f"{prefix}{name}"
         if own is None:
             problems.append(unknown_key(dotted, [f"{prefix}{key}" for key in keys]))
         elif is_group(own.type):
@@ -127,7 +130,8 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str
     """
     arguments = {}
     for name, own in declared(cls).items():
-        value, dotted = values[own.name], f"{prefix}{name}"
+        value = values[own.name]
+        dotted = f"{prefix}{name}"
         if is_group(own.type):
             value = _build(own.type, value, f"{dotted}.", problems)
         elif _has_entries(own):
@@ -178,7 +182,9 @@ def parse_recorded(values: Mapping[str, Any]) -> Config:
 
 def contradictions(config: Config) -> Iterator[str]:
     """Yield the contradictions between keys that are valid by themselves, each with a fix."""
-    data, model, trainer = config.data, config.model, config.trainer
+    data = config.data
+    model = config.model
+    trainer = config.trainer
     max_tokens = config.max_micro_batch_tokens
     if max_tokens is not None and max_tokens < data.max_length:
         yield (
@@ -189,7 +195,8 @@ def contradictions(config: Config) -> Iterator[str]:
         )
     if problem := column_problem(data, "data."):
         yield problem
-    has_experts, has_lora = model.expert_parallel_size > 1, model.has_adapters
+    has_experts = model.expert_parallel_size > 1
+    has_lora = model.has_adapters
     excluding = (
         ("model.expert_parallel_size", "model.compile", has_experts and model.compile),
         ("model.expert_parallel_size", "LoRA", has_experts and has_lora),

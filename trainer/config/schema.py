@@ -23,7 +23,8 @@ from trainer.config.keys import (
     within,
 )
 
-MAX_TOKENS, RECOMPUTE = "data.max_token_len_per_gpu", "model.enable_gradient_checkpointing"
+MAX_TOKENS = "data.max_token_len_per_gpu"
+RECOMPUTE = "model.enable_gradient_checkpointing"
 DTYPES = ("float32", "bfloat16", "float16")
 RESUME_ALLOW = (
     "data",
@@ -34,7 +35,8 @@ RESUME_ALLOW = (
     "model_config",
     "other_parts",
 )
-SELECTIVE, OFFLOAD = "selective", "offload"
+SELECTIVE = "selective"
+OFFLOAD = "offload"
 YEAR_S = 365 * 24 * 3600
 MIN_DIST_TIMEOUT_S = 60
 ALWAYS_SAVED = ("model", "optimizer", "extra")

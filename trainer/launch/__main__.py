@@ -94,7 +94,9 @@ def _launch(argv: list[str]) -> int:
 
 def _train(launch: "Launch", overrides: list[str]) -> int:
     """Start the ranks and return the exit code of the run."""
-    config, layout, num_ranks = launch.config, launch.layout, launch.num_ranks
+    config = launch.config
+    layout = launch.layout
+    num_ranks = launch.num_ranks
     has_peers = layout.num_nodes > 1
     if has_peers:
         place = f"{layout.node_rank} of {layout.num_nodes}"

@@ -27,7 +27,8 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
     """
     record = run_dir / f".aborted_{node_rank}.json"
     last = {"step": -1, "in_a_row": 0} | read_object(record)
-    step, num_in_a_row = _last_step(run_dir), last["in_a_row"] + 1
+    step = _last_step(run_dir)
+    num_in_a_row = last["in_a_row"] + 1
     if step > last["step"]:
         num_in_a_row = 1
     step = max(step, last["step"])

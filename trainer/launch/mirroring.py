@@ -23,7 +23,8 @@ from trainer.runtime.files import tree_bytes
 from trainer.runtime.processes import begun, name_signal
 from trainer.runtime.signals import REPEAT_S, heeded_signals
 
-POLL_S, PEERS_POLL_S = 0.1, 1.0
+POLL_S = 0.1
+PEERS_POLL_S = 1.0
 RESTART_AFTER_S = 60.0
 """Pause before the upload process is started again."""
 
@@ -105,7 +106,8 @@ class _Uploads:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._lock, self._is_ending = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._is_ending = threading.Event()
         self._process = _started("follow", config)
         self._keeper = begun(self._keep)
 
@@ -135,7 +137,8 @@ class _Uploads:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        url, started = self._config.trainer.checkpoint.mirror, time.monotonic()
+        url = self._config.trainer.checkpoint.mirror
+        started = time.monotonic()
         print(f"mirror: waiting for uploads to {url}; a stop signal ends the wait", flush=True)
         while self._process.poll() is None:
             waited_s = time.monotonic() - started
@@ -156,8 +159,10 @@ def _await_first_machine(config: Config, layout: NodeLayout) -> int | None:
 
     The wait ends `dist_timeout_s` seconds after the last byte arrived in the shared run directory.
     """
-    run_dir, timeout_s = Path(config.trainer.default_local_dir), config.trainer.dist_timeout_s
-    arrived_bytes, seen_at = 0, time.monotonic()
+    run_dir = Path(config.trainer.default_local_dir)
+    timeout_s = config.trainer.dist_timeout_s
+    arrived_bytes = 0
+    seen_at = time.monotonic()
     while not _listens(layout):
         if _is_signalled():
             return EXIT_RESUMABLE

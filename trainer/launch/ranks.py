@@ -59,7 +59,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
     Raises `ConfigError`.
     """
-    num_ranks, overrides = None, list(argv)
+    num_ranks = None
+    overrides = list(argv)
     if overrides and re.fullmatch(r"[+-]?\d+", overrides[0]):
         num_ranks = int(overrides.pop(0))
         if num_ranks < 1:

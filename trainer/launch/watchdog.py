@@ -100,7 +100,8 @@ class Watchdog:
             elif beat == rank.beat:
                 rank.silent_s += passed_s
             else:
-                rank.beat, rank.silent_s = beat, 0.0
+                rank.beat = beat
+                rank.silent_s = 0.0
         return any(rank.is_hung for rank in self._ranks.values())
 
     def finds_idle_agent(self) -> bool:

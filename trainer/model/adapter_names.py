@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 Places = Mapping[str, str]
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NAME = "default"
 """The name that peft gives an adapter by default."""
 _PEFT = "base_model.model."

@@ -200,7 +200,8 @@ def _hold_in_4_bits(model: PreTrainedModel, names: list[str]) -> None:
     for name in names:
         layer: Any = model.get_submodule(name)
         if hasattr(layer, "base_layer"):
-            name, layer = f"{name}.base_layer", layer.base_layer
+            name = f"{name}.base_layer"
+            layer = layer.base_layer
         if nf4.can_hold(layer):
             model.set_submodule(name, nf4.Nf4Linear(layer))
 
@@ -231,7 +232,8 @@ def _given(path: str) -> "LoraConfig":
         raise ConfigError(
             f"model.lora_adapter_path={path} has no usable adapter_config.json: {error}"
         ) from error
-    plain, own = LoraConfig().to_dict(), found.to_dict()
+    plain = LoraConfig().to_dict()
+    own = found.to_dict()
     known = _FREE | _HELD
     # how A was initialized does not matter, unless the method changes the base model
     if own["init_lora_weights"] in (True, False, "gaussian"):

@@ -92,7 +92,8 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
 
     Raise `ConfigError` if its loss or gradient differs from that of transformers' own forward pass.
     """
-    config, source = design.config, design.source
+    config = design.config
+    source = design.source
     if design.reason is None and world.device.type == "cuda":
         attention.require_kernel()
         attention.choose_kernel()  # the self-check below tests it
@@ -207,7 +208,8 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tup
                 f"{what} differs by {difference:.1e} from transformers' own forward pass "
                 f"(allowed: {allowed:.0e})"
             )
-    loss, gradient = max(errors.loss, 1e-9), max(1e-9, *errors.gradients.values())
+    loss = max(errors.loss, 1e-9)
+    gradient = max(1e-9, *errors.gradients.values())
     kind = str(dtype).removeprefix("torch.")
     logger.info("%s", labelled("", f"equal within {loss:.0e} and {gradient:.0e} ({kind})"))
     return None

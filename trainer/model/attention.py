@@ -31,7 +31,8 @@ PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 HOPPER = 9
 """Major compute capability of the cards for which FlashAttention 3 is built."""
-MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 8
+MAX_HEAD_SIZE = 256
+HEAD_SIZE_STEP = 8
 """Limits of FlashAttention 2, the kernel behind `varlen_attn`."""
 
 
@@ -77,7 +78,8 @@ def documents(lengths: DocumentLengths | None) -> Iterator[None]:
     a different thread.
     """
     global _running
-    outside, _running = _running, lengths
+    outside = _running
+    _running = lengths
     try:
         yield
     finally:
@@ -187,7 +189,8 @@ def _varlen(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    size, window = _kernel_head_size(query, value), scoring.sliding_window
+    size = _kernel_head_size(query, value)
+    window = scoring.sliding_window
     query_TNK, key_TNK, value_TNK = (
         _widened(x[0].transpose(0, 1), size).contiguous() for x in (query, key, value)
     )

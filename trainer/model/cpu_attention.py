@@ -243,13 +243,15 @@ class _GroupedAttention(torch.autograd.Function):
                     weights = weights * noise
                 output[:, block.rows] = torch.bmm(weights, seen)
         ctx.save_for_backward(query_PGK, key_P1K, value_P1K, sinks_MG, *kept)
-        ctx.groups, ctx.scoring = groups, scoring
+        ctx.groups = groups
+        ctx.scoring = scoring
         return output_PGK[groups.places].view(1, num_tokens, num_query_heads, -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        groups, scoring = ctx.groups, ctx.scoring
+        groups = ctx.groups
+        scoring = ctx.scoring
         query_PGK, key_P1K, value_P1K, sinks_MG, *kept = ctx.saved_tensors
         heads_per_key = query_PGK.shape[1]
         rows = _rows(grad_output, groups)

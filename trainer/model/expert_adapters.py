@@ -34,7 +34,8 @@ def adapt(model: nn.Module, name: str, weights: Sequence[str], settings: "LoraCo
     from peft.tuners.lora.layer import ParamWrapper
 
     experts: Any = model.get_submodule(name)
-    outermost, experts.adapters = experts, {}
+    outermost = experts
+    experts.adapters = {}
     for weight in weights:
         outermost = ParamWrapper(
             outermost,
@@ -95,10 +96,12 @@ def _product(
     if name not in experts.adapters:
         return output_SO
     adapter = experts.adapters[name]
-    down, up = adapter.lora_A[NAME].weight, adapter.lora_B[NAME].weight
+    down = adapter.lora_A[NAME].weight
+    up = adapter.lora_B[NAME].weight
     down_ERI = down.view(experts.num_experts, -1, down.shape[1])
     up_EOR = up.view(up.shape[0], -1, experts.num_experts).permute(2, 0, 1).contiguous()
     padding = -down_ERI.shape[1] % _RANK_MULTIPLE
-    down_ERI, up_EOR = F.pad(down_ERI, (0, 0, 0, padding)), F.pad(up_EOR, (0, padding))
+    down_ERI = F.pad(down_ERI, (0, 0, 0, padding))
+    up_EOR = F.pad(up_EOR, (0, padding))
     added_SO = _grouped_linear(_grouped_linear(input_SI, down_ERI, ends_E), up_EOR, ends_E)
     return output_SO + added_SO * adapter.scaling[NAME]

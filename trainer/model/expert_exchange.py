@@ -35,7 +35,8 @@ class ExpertExchange:
         """`mesh` has the dimensions ("replica", "expert", "expert_shard"). `dtype` is that of the
         experts' products.
         """
-        self.mesh, self.dtype = mesh, dtype
+        self.mesh = mesh
+        self.dtype = dtype
         self.group = mesh.get_group("expert")
         self.size = mesh["expert"].size()
 
@@ -80,7 +81,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, exchange: ExpertExchange) -> Tensor:
-        ctx.layout, ctx.mesh = (parameter.device_mesh, parameter.placements), exchange.mesh
+        ctx.layout = (parameter.device_mesh, parameter.placements)
+        ctx.mesh = exchange.mesh
         own = parameter.to_local().to(exchange.dtype)
         neighbours = exchange.mesh["expert_shard"]
         if neighbours.size() == 1:
@@ -92,13 +94,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        neighbours, replicas = ctx.mesh["expert_shard"], ctx.mesh["replica"]
+        neighbours = ctx.mesh["expert_shard"]
+        replicas = ctx.mesh["replica"]
         own = gradient.float()
         if neighbours.size() > 1:
-            whole, own = (
-                own.contiguous(),
-                own.new_empty(len(own) // neighbours.size(), *own.shape[1:]),
-            )
+            whole = own.contiguous()
+            own = own.new_empty(len(own) // neighbours.size(), *own.shape[1:])
             dist.reduce_scatter_tensor(own, whole, group=neighbours.get_group())
         if replicas.size() > 1:
             dist.all_reduce(own, group=replicas.get_group())
@@ -126,7 +127,8 @@ def distribute(
     `mesh`: of all parameters. Raises `ConfigError` if the shards cannot hold equal numbers of
     experts.
     """
-    exchange, found = ExpertExchange(expert_mesh, dtype), set[nn.Parameter]()
+    exchange = ExpertExchange(expert_mesh, dtype)
+    found = set[nn.Parameter]()
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     require_even(modules, mesh["fsdp"].size(), expert_size=exchange.size)
     for module in modules:

@@ -178,7 +178,8 @@ class Routers:
         """Return (sums, tokens by layer and expert) of this rank's micro-batches, and reset both to
         zero.
         """
-        loss, tokens_LE = self._loss, self._tokens_LE
+        loss = self._loss
+        tokens_LE = self._tokens_LE
         self._begin()
         return {"moe/router_loss": loss} if self._coefficient else {}, tokens_LE
 

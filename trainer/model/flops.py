@@ -96,7 +96,9 @@ def _flops(model: PreTrainedModel) -> StepFlops:
     head: Any = model.get_output_embeddings()
     lookups = (module for module in model.modules() if isinstance(module, nn.Embedding))
     outside = {head.weight, *(lookup.weight for lookup in lookups)}
-    shares, per_token, is_reached = _met_shares(model), 0.0, False
+    shares = _met_shares(model)
+    per_token = 0.0
+    is_reached = False
     for parameter in model.parameters():  # in order of use
         is_reached |= parameter.requires_grad
         if parameter.ndim >= 2 and parameter not in outside:

@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from trainer.data.batch import LossOutput
 from trainer.model.losses import Loss, LossAndGradient
 
-BLOCK_TOKENS, LOGITS_BYTES = 4096, 5 * 2**28
+BLOCK_TOKENS = 4096
+LOGITS_BYTES = 5 * 2**28
 """Largest number of positions whose logits exist at a time, and largest size of these logits in
 bytes. Each block rewrites the weight's gradient: 6.5 GB of memory traffic for a 7B model with V =
 152k, little compared with the products of 4,096 positions. The block size depends on vocabulary and

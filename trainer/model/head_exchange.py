@@ -37,7 +37,9 @@ class HeadExchange:
     """Exchange heads and positions of one micro-batch among the ranks of `group`."""
 
     def __init__(self, group: dist.ProcessGroup, *, num_tokens: int) -> None:
-        self._group, self._size, self._rank = group, group.size(), group.rank()
+        self._group = group
+        self._size = group.size()
+        self._rank = group.rank()
         self._lengths = share_lengths(num_tokens, self._size)
 
     @torch.compiler.disable
@@ -56,7 +58,8 @@ class HeadExchange:
         require_divisible(query.shape[1], self._size)
         if scoring.sinks is not None:
             scoring = replace(scoring, sinks=scoring.sinks.chunk(self._size)[self._rank])
-        key, value = self._to_heads(self._repeated(key)), self._to_heads(self._repeated(value))
+        key = self._to_heads(self._repeated(key))
+        value = self._to_heads(self._repeated(value))
         return self._to_positions(attention(self._to_heads(query), key, value, scoring))
 
     def _repeated(self, key: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class HostCopy:
         self, tensor: Tensor, before: "HostCopy | None", stream: torch.cuda.Stream | None
     ) -> None:
         """`before`: the previous copy, which the backward pass needs after this one."""
-        self._device, self._stream = tensor.device, stream
+        self._device = tensor.device
+        self._stream = stream
         self._before = None if before is None else weakref.ref(before)
         self._on_device: Tensor | None = tensor
         if before is not None:

@@ -52,9 +52,11 @@ def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> N
     found = source.weights
     vars(source).pop("weights")  # the files are closed when this function returns
     found.require_all_of(model)
-    tensors, embeddings = stored_tensors(model), model.get_input_embeddings().weight
+    tensors = stored_tensors(model)
+    embeddings = model.get_input_embeddings().weight
     grown = {id(tensor) for tensor in (embeddings, *model.get_output_embeddings().parameters())}
-    num_stored, is_main = 0, dist.get_rank() == 0
+    num_stored = 0
+    is_main = dist.get_rank() == 0
     shown = ProgressLines("load", str(source.path)) if is_main else None
     try:
         for number, group in enumerate(found.groups):
@@ -86,7 +88,8 @@ def fill(
     """Copy this rank's slices from the files' tensors into the model's. With `may_grow`, the files
     may have fewer rows than the model.
     """
-    stored, own = [files[name] for name in group.stored], [tensors[name] for name in group.own]
+    stored = [files[name] for name in group.stored]
+    own = [tensors[name] for name in group.own]
     if all(tensor.is_floating_point() or nf4.is_nf4(tensor) for tensor in own):
         for name, found in zip(group.stored, stored, strict=True):
             if found.dtype not in _STORED_DTYPES:
@@ -98,7 +101,8 @@ def fill(
         (local, where), shape = slices[0], stored[0].shape
         if may_grow and shape[0] < own[0].shape[0]:
             first, last = (min(row, shape[0]) for row in (where[0].start, where[0].stop))
-            local, where = local[: last - first], (slice(first, last), *where[1:])
+            local = local[: last - first]
+            where = (slice(first, last), *where[1:])
             shape = (own[0].shape[0], *shape[1:])
         _require_shape(shape, own[0], f"{stored[0].file}: tensor {group.stored[0]}")
         if local.numel():

@@ -141,7 +141,8 @@ def summary(model: PreTrainedModel, *, rank: int) -> str:
     their names.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    adapted, left_out = Counter[str](), Counter[str]()
+    adapted = Counter[str]()
+    left_out = Counter[str]()
     inner = set()
     for name, module in model.named_modules():
         if weight := getattr(module, "parameter_name", ""):

@@ -141,7 +141,8 @@ def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, s
         mean = sums[0] / count
         spread = (sums[1] / count - mean.square()).clamp(min=0).sqrt()
         # drop the last digits, which depend on the order of summation
-        mean, spread = mean.bfloat16().float(), spread.bfloat16().float()
+        mean = mean.bfloat16().float()
+        spread = spread.bfloat16().float()
         for number, text in texts.items():
             if begin <= number < begin + len(local):
                 generator = torch.Generator().manual_seed(

@@ -107,7 +107,8 @@ def quantized(weight_OI: Tensor) -> Tensor:
 def dequantized(stored: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight, computed in float32 and rounded once."""
     num_pairs = stored.shape[1] * 8 // 9
-    pairs, scales = stored[:, :num_pairs], stored[:, num_pairs:].contiguous().view(torch.float32)
+    pairs = stored[:, :num_pairs]
+    scales = stored[:, num_pairs:].contiguous().view(torch.float32)
     picks_OI = torch.stack([pairs >> 4, pairs & 15], dim=2).flatten(1)
     blocks_ONB = levels[picks_OI.int()].unflatten(1, (-1, BLOCK))
     return (blocks_ONB * scales[..., None]).flatten(1).to(dtype)

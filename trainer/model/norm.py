@@ -40,7 +40,8 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor, None]:
         normed_TH, scale_T1, weight_H = ctx.saved_tensors
         grad_weight_H = (grad_TH * normed_TH).flatten(0, -2).sum(0)
-        grad_normed_TH, wide_TH = (grad_TH * weight_H).float(), normed_TH.float()
+        grad_normed_TH = (grad_TH * weight_H).float()
+        wide_TH = normed_TH.float()
         mean_T1 = torch.linalg.vecdot(grad_normed_TH, wide_TH)[..., None] / wide_TH.shape[-1]
         grad_hidden_TH = grad_normed_TH.addcmul_(wide_TH, mean_T1, value=-1).mul_(scale_T1)
         return grad_hidden_TH.to(grad_TH.dtype), grad_weight_H, None

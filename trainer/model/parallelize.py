@@ -149,7 +149,8 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     owner.frees_gathered = bool(reshard)
     for layer in decoder_layers(model):
         unit(layer, reshard_after_forward=bool(reshard))
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if embeddings.weight is not head.weight:
         unit(embeddings, reshard_after_forward=bool(reshard))
         assert isinstance(embeddings, FSDPModule)

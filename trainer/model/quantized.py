@@ -85,7 +85,8 @@ def dequantized(
             continue  # scales whose codes came earlier
         names = [scales for scales in _names_of_scales(name) if scales in tensors]
         if names:
-            codes, scales = tensors.pop(name), tensors.pop(names[0])
+            codes = tensors.pop(name)
+            scales = tensors.pop(names[0])
             made = _Quantized.pair(codes, scales, block_size, f"{codes.file}: {name}")
             tensors[name.removesuffix(_MXFP4[0])] = made.as_stored()
         elif tensors[name].dtype in _FLOAT8:
@@ -95,7 +96,8 @@ def dequantized(
 
 def _names_of_scales(name: str) -> list[str]:
     """Return the names under which checkpoints store the scales of a weight."""
-    stem, blocks = name.removesuffix(".weight"), _MXFP4[0]
+    stem = name.removesuffix(".weight")
+    blocks = _MXFP4[0]
     if name.endswith(blocks):
         return [name.removesuffix(blocks) + _MXFP4[1]]
     return [f"{name}_scale_inv", f"{name}_scale", f"{stem}.scale", f"{stem}.qscale_weight"]

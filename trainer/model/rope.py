@@ -40,12 +40,16 @@ def follow_documents(model: PreTrainedModel, *, is_packed: bool) -> None:
 def _forward(
     self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, *, is_packed: bool
 ) -> tuple[Tensor, Tensor]:
-    parameters, prefix, of_layer = self.config.rope_parameters, "", {}
+    parameters = self.config.rope_parameters
+    prefix = ""
+    of_layer = {}
     if layer_type is not None:
-        parameters, prefix = parameters[layer_type], f"{layer_type}_"
+        parameters = parameters[layer_type]
+        prefix = f"{layer_type}_"
         of_layer = {"layer_type": layer_type}
     frequencies = getattr(self, f"{prefix}original_inv_freq").to(x.device)
-    limit, length = _limit(self.config, parameters), position_ids.shape[-1]
+    limit = _limit(self.config, parameters)
+    length = position_ids.shape[-1]
     if limit is not None and not is_packed and length > limit:
         # a tensor as in transformers: an int would be rounded differently
         frequencies, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](

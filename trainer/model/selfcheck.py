@@ -178,7 +178,8 @@ def _plain(model: PreTrainedModel) -> Iterator[None]:
     This replaces and restores the forwards of the same modules instead of using a second model,
     because the sharding hooks run when these modules are called.
     """
-    attention, experts = model.config._attn_implementation, model.config._experts_implementation
+    attention = model.config._attn_implementation
+    experts = model.config._experts_implementation
     head = model.get_output_embeddings()
     ours = {
         module: vars(module).pop("forward")

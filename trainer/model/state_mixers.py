@@ -109,7 +109,8 @@ def _forward(
     lengths = attention.running()
     if lengths is None:
         raise RuntimeError(f"{type(self).__name__} runs outside of attention.documents")
-    seqlens, num_tokens = lengths.seqlens, sum(lengths.seqlens)
+    seqlens = lengths.seqlens
+    num_tokens = sum(lengths.seqlens)
     kept = {name: value for name, value in kwargs.items() if name not in BOUNDS}
     leaves, tree = tree_flatten((args, kept))
     inputs = [_documents(leaf, seqlens) for leaf in leaves]

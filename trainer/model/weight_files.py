@@ -5,7 +5,8 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 
-SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def weight_files(directory: Path) -> list[Path]:

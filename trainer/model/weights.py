@@ -237,7 +237,8 @@ def match(
     }
     places = places_of(text, whole)
     own = {placed(name, places): name for name in text.state_dict()}
-    state, kept = model.state_dict(), _kept_names(text)
+    state = model.state_dict()
+    kept = _kept_names(text)
     members: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
     others = []
     for name in sorted(stored, key=dot_natural_key):
@@ -245,7 +246,8 @@ def match(
             name, renamings, converters, model.base_model_prefix, state
         )
         if target not in state and name in state:
-            target, pattern = name, None
+            target = name
+            pattern = None
         if target in own:
             members[target].append((name, pattern))
         else:
@@ -302,7 +304,8 @@ def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
     """
     if whole is None:
         return {}
-    base_name, head = base_name_of(text), text.get_output_embeddings()
+    base_name = base_name_of(text)
+    head = text.get_output_embeddings()
     base = text.get_submodule(base_name)
     head_name = next(name for name, module in text.named_modules() if module is head)
     modules = dict(whole.named_modules())

@@ -67,7 +67,8 @@ class AdamW(torch.optim.AdamW, Optimizer):
         state["step"].add_(1 - self.found_inf)
         # a skipped first step leaves the count at zero, and the corrections would be zero
         step = state["step"].double().clamp(min=1)
-        correction1, correction2 = 1 - beta1**step, (1 - beta2**step).sqrt()
+        correction1 = 1 - beta1**step
+        correction2 = (1 - beta2**step).sqrt()
         keys = [
             seeding.key(self.rounding_key, self._names[parameter], which)
             for which in ("w", "m", "v")

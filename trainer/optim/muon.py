@@ -60,7 +60,8 @@ class Muon(AdamW):
         """Update all parameters. Collective: every matrix is sent to its owner, and its update is
         sent back.
         """
-        everything, self.param_groups = self.param_groups, self._of_adamw
+        everything = self.param_groups
+        self.param_groups = self._of_adamw
         super().step()
         self.param_groups = everything
         group_of = {p: group for group in self._of_matrices for p in group["params"]}
@@ -134,7 +135,8 @@ def _updates_by_owners(
     shards: list[Tensor], parameters: list[nn.Parameter], group: dist.ProcessGroup
 ) -> list[Tensor]:
     """Return this rank's shards of the updates; rank i of the group owns matrix i."""
-    rank, num_ranks = group.rank(), group.size()
+    rank = group.rank()
+    num_ranks = group.size()
     num_sent = [shard.numel() for shard in shards] + [0] * (num_ranks - len(shards))
     sent = torch.cat([shard.reshape(-1) for shard in shards])
     owned = parameters[rank] if rank < len(parameters) else None

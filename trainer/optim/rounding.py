@@ -50,7 +50,8 @@ def shard_starts(shape: torch.Size, num_shards: int) -> list[int]:
 
     FSDP2 shards by rows, rounded up: the last shards may be smaller, or empty.
     """
-    num_rows, row_numel = shape[0], shape[1:].numel()
+    num_rows = shape[0]
+    row_numel = shape[1:].numel()
     rows_per_shard = -(-num_rows // num_shards)
     return [min(num_rows, n * rows_per_shard) * row_numel for n in range(num_shards + 1)]
 
@@ -62,7 +63,8 @@ def first_element(tensor: Tensor) -> int:
     """
     if not isinstance(tensor, DTensor):
         return 0
-    mesh, last = tensor.device_mesh, tensor.device_mesh.ndim - 1
+    mesh = tensor.device_mesh
+    last = tensor.device_mesh.ndim - 1
     assert tensor.placements[last] == Shard(0) and all(
         map(Placement.is_replicate, tensor.placements[:last])
     )

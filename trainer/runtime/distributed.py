@@ -134,7 +134,8 @@ def start(
     rank, size = rank_and_size()
     # a single process waits for no other, and its store chooses a free port
     store = None if "RANK" in os.environ else dist.TCPStore("127.0.0.1", 0, is_master=True)
-    backend, card = "gloo", None
+    backend = "gloo"
+    card = None
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"

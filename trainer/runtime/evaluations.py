@@ -14,7 +14,8 @@ from typing import Any
 from trainer.runtime.json_lines import JsonLines
 
 FILE_NAME = "evaluations.jsonl"
-SAMPLE, SUMMARY = "sample", "summary"
+SAMPLE = "sample"
+SUMMARY = "summary"
 PREFIX = "eval/"
 SUCCESS_RATE = "exec_success_rate"
 EXEC = "exec"

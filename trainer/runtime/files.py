@@ -34,11 +34,14 @@ def regular_opener(
         descriptor = os.open(path, mode_flags | extra, 0o644)
         state = os.fstat(descriptor)
         if stat.S_ISDIR(state.st_mode):
-            number, text = errno.EISDIR, os.strerror(errno.EISDIR)
+            number = errno.EISDIR
+            text = os.strerror(errno.EISDIR)
         elif not stat.S_ISREG(state.st_mode):
-            number, text = errno.EINVAL, "is not a regular file"
+            number = errno.EINVAL
+            text = "is not a regular file"
         elif limit_bytes is not None and state.st_size > limit_bytes:
-            number, text = errno.EFBIG, f"has {state.st_size} bytes; at most {limit_bytes} are read"
+            number = errno.EFBIG
+            text = f"has {state.st_size} bytes; at most {limit_bytes} are read"
         else:
             return descriptor
         os.close(descriptor)

@@ -93,7 +93,8 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, is_final: bool = False) -> None:
-        self._path, self._is_final = path, is_final
+        self._path = path
+        self._is_final = is_final
         self._offset = 0
         self.num_unparsed = 0
 
@@ -146,7 +147,8 @@ class AppendFile:
     """
 
     def __init__(self, path: Path, *, is_guest: bool = False) -> None:
-        self._path, self._is_guest = path, is_guest
+        self._path = path
+        self._is_guest = is_guest
         self._waiting: deque[bytes] = deque()
         self._is_failing = False
         self._num_lost = 0

@@ -26,7 +26,8 @@ class SafeStream:
     """
 
     def __init__(self, stream: IO[str], *, says_so: bool) -> None:
-        self._stream, self._says_so = stream, says_so
+        self._stream = stream
+        self._says_so = says_so
 
     def write(self, text: str) -> int:
         try:
@@ -125,7 +126,8 @@ class _StdoutHandler(logging.StreamHandler):
 def configure(rank: int) -> None:
     """Send `trainer.*` to the terminal. Ranks other than 0 print only errors, with their number."""
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    out, err = _StdoutHandler(), logging.StreamHandler(sys.stderr)
+    out = _StdoutHandler()
+    err = logging.StreamHandler(sys.stderr)
     out.addFilter(lambda record: record.levelno < logging.WARNING)
     err.setLevel(logging.WARNING)
     out.setFormatter(logging.Formatter(f"{prefix}%(message)s"))

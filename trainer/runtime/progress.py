@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-ALL, MAIN, OWN = "all", "main", "own"
+ALL = "all"
+MAIN = "main"
+OWN = "own"
 """Values of a part's attribute `state_of`. ALL: the state is equal on all ranks. MAIN: the state of
 rank 0 counts. OWN: each rank has its own state, which a different number of ranks cannot use.
 """

@@ -99,7 +99,8 @@ class StopRequest:
             return
         if not (is_first and self._is_deferred):
             _leave_unsaved(number)
-        self.signal_name, self._first_at = signal.Signals(number).name, now
+        self.signal_name = signal.Signals(number).name
+        self._first_at = now
 
     def _stand_in(self, reader: int) -> None:
         """End the process in place of a main thread that is inside C code, for example in a wait

@@ -38,7 +38,8 @@ class Backend:
     """
 
     def __init__(self, info: RunInfo, name: str) -> None:
-        self.info, self.name = info, name
+        self.info = info
+        self.name = name
 
     def where(self) -> str:
         """Return a hint on how to view the tracker, which is shown at the start of a run."""

@@ -55,7 +55,8 @@ class ConsoleBackend(Backend):
         num_skipped = row.data.get("optim/skipped_steps")
         if num_skipped:
             parts.append(f"skipped {num_skipped:g}")
-        total_steps, is_step = self.info.total_steps, row.kind == "train"
+        total_steps = self.info.total_steps
+        is_step = row.kind == "train"
         line = f"step {row.step}" if total_steps is None else f"step {row.step}/{total_steps}"
         for part in parts:
             line += f" {part}" if part.startswith(JOINED) else f" | {part}"
@@ -71,5 +72,6 @@ class ConsoleBackend(Backend):
         """Return whether the line of a step is due. The lines of the first and the last step always
         are.
         """
-        is_first, self._has_shown_step = not self._has_shown_step, True
+        is_first = not self._has_shown_step
+        self._has_shown_step = True
         return is_first or step % self.info.log_every == 0 or step == self.info.total_steps

@@ -210,7 +210,8 @@ class Tracking:
         for sink in self._sinks:
             sink.wait()
         if self._has_started or exit_code != EXIT_DONE:
-            step, level = self._last_step, "info" if exit_code == EXIT_DONE else "warn"
+            step = self._last_step
+            level = "info" if exit_code == EXIT_DONE else "warn"
             message = f"attempt {self.attempt} ended after step {step} with exit code {exit_code}"
             self._events_file.write(Event("end", step, message, level, {"exit_code": exit_code}))
         self._events_file.close()

@@ -31,7 +31,8 @@ REDUCED: Mapping[str, Callable[[Sequence[float]], float]] = {
     "median": statistics.median,
 }
 """The functions that reduce the values of an epoch's steps to one value."""
-STEP, TOKENS = "step", "train/total_valid_token_count"
+STEP = "step"
+TOKENS = "train/total_valid_token_count"
 Values = dict[str, list[float]]
 """Maps a metric to its values in an epoch."""
 Cells = dict[str, float]
@@ -49,7 +50,8 @@ class HistoryBackend(Backend):
 
     def log(self, row: MetricsRow) -> None:
         if row.kind == "train":
-            epoch_before, self._epoch = self._epoch, _epoch_of(row)
+            epoch_before = self._epoch
+            self._epoch = _epoch_of(row)
             if epoch_before is not None and epoch_before < self._epoch:
                 self._write(epoch_before)
 
@@ -107,7 +109,8 @@ def _is_shown(key: str) -> bool:
 
 
 def _line(kind: str, epoch: int, values: Values) -> Cells:
-    steps, losses = values.pop(STEP), values.pop(f"{kind}/loss", [])
+    steps = values.pop(STEP)
+    losses = values.pop(f"{kind}/loss", [])
     weights = values.get(TOKENS, [])
     if len(weights) != len(losses):
         weights = [1.0] * len(losses)

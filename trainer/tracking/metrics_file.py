@@ -30,7 +30,8 @@ from trainer.tracking.metrics.words import split_reducer
 
 FILE_NAME = "metrics.jsonl"
 RESERVED = frozenset({"step", "attempt", "kind", "ts", "nonfinite"})
-START, ROLLBACK = "start", "rollback"
+START = "start"
+ROLLBACK = "rollback"
 MARKERS = (START, ROLLBACK)
 
 
@@ -146,7 +147,9 @@ def read_past(path: Path) -> Past:
     last_step = 0
     with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         for match in filter(None, map(_COLUMNS.match, file)):
-            step, attempt, ts = int(match[1]), int(match[2]), float(match[4])
+            step = int(match[1])
+            attempt = int(match[2])
+            ts = float(match[4])
             kind = match[3].decode()
             first_ts.setdefault(attempt, ts)
             last_ts[attempt] = ts
@@ -162,7 +165,8 @@ def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[st
     """Yield the rows that count. Only their offsets in the file are kept in memory."""
     places: dict[tuple[int, str], list[int]] = {}
     for offset, content in JsonLines(path):
-        step, kind = content.get("step"), content.get("kind")
+        step = content.get("step")
+        kind = content.get("kind")
         if not (isinstance(step, int) and isinstance(kind, str)):
             continue
         if not isinstance(content.get("attempt"), int):

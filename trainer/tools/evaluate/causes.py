@@ -110,7 +110,8 @@ def _tensors(trained: Trained) -> Iterator[str]:
         try:
             stored = stored_in(file)
             for name in sorted(stored.keys() & trained.manifest.tensors.keys()):
-                exported, saved = stored[name].read(()), shards.whole(name)
+                exported = stored[name].read(())
+                saved = shards.whole(name)
                 is_same_shape = exported.shape == saved.shape
                 if not is_same_shape or not torch.equal(saved.to(exported.dtype), exported):
                     different.append(name)
@@ -128,7 +129,8 @@ def _settings(trained: Trained) -> Iterator[str]:
         PEFT_CONFIG: trained.info.path / ADAPTER_CONFIG,
     }
     for name, source in sources.items():
-        expected, exported = flat(read_object(source)), flat(read_object(trained.export / name))
+        expected = flat(read_object(source))
+        exported = flat(read_object(trained.export / name))
         for key in sorted(expected.keys() & exported.keys()):
             is_harmless = key.rpartition(".")[2] in HARMLESS_KEYS
             if not is_harmless and expected[key] != exported[key]:

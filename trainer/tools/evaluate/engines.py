@@ -138,7 +138,8 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
             f"model with `{call(f'checkpoint export {export.parent} TARGET')}`, and serve that"
         )
     with tempfile.TemporaryDirectory(prefix="sft-vllm-") as work:
-        job_file, answer_file = Path(work, "job.json"), Path(work, "answer.json")
+        job_file = Path(work, "job.json")
+        answer_file = Path(work, "answer.json")
         job = {
             **asked,
             "model": str(model),

@@ -107,7 +107,8 @@ def read_trained(checkpoint: Path) -> Trained:
     Raises `ConfigError` if the checkpoint is damaged, or if its step was not validated on the
     present data. Raises `DataError` if the data cannot be read.
     """
-    info, run_dir = layout.inspect(checkpoint), checkpoint.resolve().parent
+    info = layout.inspect(checkpoint)
+    run_dir = checkpoint.resolve().parent
     if info.manifest is None:
         raise ConfigError(f"cannot prove '{checkpoint}': {info.reason}")
     config = parse_recorded(read_config(run_dir))
@@ -155,14 +156,16 @@ def compare(trained: Trained, result: Certificate, python: str) -> None:
     The export is refused if `result.causes` holds any cause, even if the losses are equal.
     """
     causes = result.causes
-    samples, export = trained.samples, trained.export
+    samples = trained.samples
+    export = trained.export
     narrow, wide = _dtypes(trained)
     exact = engines.sums_in_transformers(export, samples, dtype=wide)
     rounded = engines.sums_in_transformers(export, samples, dtype=narrow)
     if result.engine == VLLM:
         sums, result.engine = engines.sums_in_vllm(export, samples, python=python)
     else:
-        sums, result.engine = rounded, f"transformers {transformers.__version__}"
+        sums = rounded
+        result.engine = f"transformers {transformers.__version__}"
     differences = [rounded - exact]
     if narrow == torch.bfloat16 and trained.config.model.fsdp_config.param_dtype != "bfloat16":
         with trained_model(trained) as model:
@@ -174,7 +177,8 @@ def compare(trained: Trained, result: Certificate, python: str) -> None:
     tolerance = (float(np.abs(D.sum(axis=1)).sum()) + spread) / trained.num_loss_tokens
     tolerance = max(tolerance, LEAST_TOLERANCE * abs(trained.loss))
     loss = -float(sums.sum()) / trained.num_loss_tokens
-    result.tolerance, result.served_loss = tolerance, loss
+    result.tolerance = tolerance
+    result.served_loss = loss
     if engines.model_of(export)[1]:
         base = engines.sums_in_transformers(export, samples, dtype=wide, has_adapter=False)
         result.base_loss = -float(base.sum()) / trained.num_loss_tokens

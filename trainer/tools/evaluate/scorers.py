@@ -16,7 +16,10 @@ from trainer.tools.evaluate.programs import run_tests
 from trainer.tracking.run_info import read_config
 from trainer.train.start.inputs import prepare_data_alone
 
-MESSAGES, PROMPT, ANSWER, TESTS = "messages", "prompt", "answer", "tests"
+MESSAGES = "messages"
+PROMPT = "prompt"
+ANSWER = "answer"
+TESTS = "tests"
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 FINAL = "####"
 """The mark that precedes the final answer in GSM8K."""
@@ -118,7 +121,8 @@ def numeric(question: Question, answer: str) -> str:
 
     If a text contains `####`, only the part after the last one counts.
     """
-    expected, found = _number(_text(question)), _number(answer)
+    expected = _number(_text(question))
+    found = _number(answer)
     if expected is None:
         raise DataError(f"{question.place}: its answer has no number")
     return "" if found == expected else f"{found} is not {expected}"

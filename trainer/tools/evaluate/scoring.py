@@ -155,7 +155,8 @@ def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
 
 def publish(run_dir: Path, name: str) -> None:
     """Send every summary with this name that the run's trackers lack, in order of rising step."""
-    metric, directory = PREFIX + name, run_dir / DIRECTORY / name
+    metric = PREFIX + name
+    directory = run_dir / DIRECTORY / name
     log = directory / metrics_file.FILE_NAME
     sent = {row["step"]: row.get(metric) for row in read_metrics(log)} if log.exists() else {}
     summaries = read_summaries(run_dir).get(metric, {})

@@ -20,7 +20,8 @@ from trainer.runtime.text import readable
 from trainer.tools.mirror.contents import RUN_FILES, MirrorState, claim, look
 from trainer.tools.mirror.upload import NUM_STREAMS, TRAVELS
 
-MIN_UNPACKED_BYTES, MAX_RATIO = 2**26, 100
+MIN_UNPACKED_BYTES = 2**26
+MAX_RATIO = 100
 """Logs may unpack to this many bytes, or to this multiple of the archive's size, whichever is more.
 JSON lines compress 5 to 20 times; an archive that is made to fill the disk compresses 1,000 times.
 """

@@ -62,7 +62,9 @@ class Uploader:
         record: Callable[[Event], object] = lambda event: None,
     ) -> None:
         """`record` is called with an event for each complete upload."""
-        self._trainer, self._storage, self._record = trainer, storage, record
+        self._trainer = trainer
+        self._storage = storage
+        self._record = record
         self._run_dir = Path(trainer.default_local_dir)
         self._is_claimed = False
         self._seen: object = None
@@ -113,7 +115,8 @@ class Uploader:
         pointer = layout.read_pointer(self._run_dir).step
         if pointer is None or pointer not in local:
             return
-        held, problem = look(self._storage), None
+        held = look(self._storage)
+        problem = None
         wanted = [pointer, *sorted(self._best(list(local.values())) - {pointer}, reverse=True)]
         due = [step for step in wanted if held.whole.get(step) != local[step].manifest]
         if held.pointer != pointer and pointer not in due:
@@ -138,7 +141,8 @@ class Uploader:
 
     def _upload(self, info: CheckpointInfo, held: MirrorState, *, moves_pointer: bool) -> None:
         """Send the files, then the manifest. First remove files that another process uploaded."""
-        started, manifest = time.monotonic(), info.manifest
+        started = time.monotonic()
+        manifest = info.manifest
         place = layout.step_dir_name(info.step)
         with pinned(info, *(record.path for record in manifest.files)) as directory:
             if directory is None:
@@ -147,7 +151,8 @@ class Uploader:
                 if self._begun != manifest:
                     if info.step in held.steps:  # files from before a rollback, for example
                         self._storage.remove_tree(place)
-                    self._begun, self._sent = manifest, set()
+                    self._begun = manifest
+                    self._sent = set()
                 if moves_pointer:  # done first, so later checkpoints in the mirror no longer count
                     self._point(info.step)
                 self._storage.put(archive, f"{place}/{RUN_FILES}")

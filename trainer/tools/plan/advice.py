@@ -63,7 +63,8 @@ def change_series(config: Config, now: MemoryPlan) -> list[list[Change]]:
 
 def _is_possible(num_ranks: int, model: ModelConfig, now: MemoryPlan) -> bool:
     """Return True if the model can be trained on this number of ranks."""
-    fsdp_size, expert_size = model.fsdp_config.fsdp_size, model.expert_parallel_size
+    fsdp_size = model.fsdp_config.fsdp_size
+    expert_size = model.expert_parallel_size
     group_sizes = max(1, fsdp_size), model.ulysses_sequence_parallel_size, expert_size
     if num_ranks % math.lcm(*group_sizes):
         return False

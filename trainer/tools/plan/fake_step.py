@@ -78,7 +78,9 @@ class Job:
         return inputs
 
 
-ALL, DEVICE, HOST = "all", "device", "host"
+ALL = "all"
+DEVICE = "device"
+HOST = "host"
 Measured = dict[str, Peaks]
 """Bytes by category at the fullest moment of each phase of a step: for `ALL` tensors, for those on
 the `DEVICE`, and for all tensors with the `HOST`'s page-locked blocks at their full size.

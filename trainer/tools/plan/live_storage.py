@@ -21,14 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.checkpoint.shards import local_tensors
 from trainer.runtime.environment import pinned_bytes
 
-PARAMETERS, OPTIMIZER, GATHERED = "parameters", "optimizer state", "gathered parameters"
+PARAMETERS = "parameters"
+OPTIMIZER = "optimizer state"
+GATHERED = "gathered parameters"
 FROZEN = "frozen parameters"
-SHARDED_GRADIENTS, GRADIENTS = "sharded gradients", "gradients being reduced"
-ACTIVATIONS, HEAD, HOST_INPUTS = (
-    "activations",
-    "head: logits and loss",
-    "inputs of the layers, offloaded",
-)
+SHARDED_GRADIENTS = "sharded gradients"
+GRADIENTS = "gradients being reduced"
+ACTIVATIONS = "activations"
+HEAD = "head: logits and loss"
+HOST_INPUTS = "inputs of the layers, offloaded"
 LASTING = frozenset({PARAMETERS, FROZEN, OPTIMIZER, SHARDED_GRADIENTS})
 """Categories that last beyond the step. CPU offload keeps them in host memory."""
 PINNED = frozenset({PARAMETERS, FROZEN, HOST_INPUTS})
@@ -69,7 +70,8 @@ class LiveStorages(TorchDispatchMode):
 
     def enter(self, *phase: int | str, default: str = ACTIVATIONS) -> None:
         """Begin a phase; its new storages have the category `default` until they are marked."""
-        self.phase, self._default = phase, default
+        self.phase = phase
+        self._default = default
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
         """Give storages a category, even those not seen before. Lasting categories are not

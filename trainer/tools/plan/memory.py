@@ -67,10 +67,13 @@ RANKS_PER_MACHINE = 8
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # Estimates for a GPU, not measured: CUDA's context and cuBLAS's buffers; NCCL's buffers for every
 # doubling of the ranks of a machine; the share that the allocator loses between blocks.
-CUDA_OUTSIDE_GIB, NCCL_GIB_PER_DOUBLING, CUDA_GAPS = 1.5, 0.5, 0.05
+CUDA_OUTSIDE_GIB = 1.5
+NCCL_GIB_PER_DOUBLING = 0.5
+CUDA_GAPS = 0.05
 # Estimates for a CPU: a process that has imported torch and transformers; the share of gloo, the C
 # library and kernels (measured for small models: benchmarks/results/memory_plan.json).
-CPU_OUTSIDE_GIB, CPU_GAPS = 0.75, 0.5
+CPU_OUTSIDE_GIB = 0.75
+CPU_GAPS = 0.5
 
 
 @dataclass(frozen=True)

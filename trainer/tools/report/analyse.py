@@ -23,7 +23,8 @@ from trainer.tools.report.vocabulary import meaning, role_order
 from trainer.tools.report.words import how_common, story
 
 NUM_TOP = 3
-SLACK_SHARE, LEAST_SLACK = 0.02, 10
+SLACK_SHARE = 0.02
+LEAST_SLACK = 10
 """A cause may seem to begin after its effect by this share of the run, or by this many steps if
 that is more.
 """
@@ -113,8 +114,10 @@ def _duration(span_s: float | None) -> str:
 
 
 def _summary(key: str, series: Series) -> MetricSummary:
-    entry, points = meaning(key), finite(series) or series[:1]
-    low, high = np.argmin(points.values), np.argmax(points.values)
+    entry = meaning(key)
+    points = finite(series) or series[:1]
+    low = np.argmin(points.values)
+    high = np.argmax(points.values)
     trend = "rising" if is_rising(points) else "falling" if is_falling(points) else "flat"
     return MetricSummary(
         key=key,

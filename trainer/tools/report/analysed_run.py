@@ -82,7 +82,8 @@ class AnalysedRun:
 
     def get(self, role: str, *, least: int = 1) -> Series:
         """Return the finite points of a role. Raises `NotJudged` for fewer than `least`."""
-        key, series = self.key(role), self.find(role)
+        key = self.key(role)
+        series = self.find(role)
         if key is None:
             raise NotJudged(f"the log has no {self.name(role)}")
         if len(series) < least:
@@ -99,7 +100,8 @@ class AnalysedRun:
         In a controller run these are the epoch means, because its metrics swing from batch to
         batch.
         """
-        series, epochs = self.find(role), self.find("epoch")
+        series = self.find(role)
+        epochs = self.find("epoch")
         is_by_epoch = self.profile == "controller" and epochs
         return epoch_means(series, epochs) if is_by_epoch else series
 
@@ -142,7 +144,8 @@ class AnalysedRun:
         """Quote an option, as in `learning_rate = 5e-5` or `max_grad_norm is not set`."""
         if not self.is_configured:
             return "the run's configuration is not known"
-        value, name = self.setting(purpose), self.options[purpose]
+        value = self.setting(purpose)
+        name = self.options[purpose]
         return f"{name} is not set" if value is None else f"{name} = {shown(value)}"
 
     def checkpoint(self, step: int) -> str:
@@ -194,7 +197,8 @@ def _ordinary(run: AnalysedRun, times: Series) -> Series:
 
 def _data_share(run: AnalysedRun, waits: Series) -> Series:
     """Return the share of each step's time spent waiting for data, without the first steps."""
-    times, late = run.get("time"), waits[NUM_COMPILE:]
+    times = run.get("time")
+    late = waits[NUM_COMPILE:]
     step_s = np.interp(late.steps, times.steps, times.values)
     return Series(late.steps, late.values / np.maximum(step_s, np.finfo(float).tiny))
 

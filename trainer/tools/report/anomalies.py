@@ -46,7 +46,8 @@ otherwise they depend on the batch.
 """
 POLICY_RISE = 0.18
 """The distance from its usual level at which a metric that is not always positive stands out."""
-ONSET_Z, METRIC_Z = 4, 6
+ONSET_Z = 4
+METRIC_Z = 6
 """The score from which on a metric counts as moving in an anomaly; and the score from which on a
 metric that is not in `EFFECTS` leaves its usual range.
 """
@@ -54,7 +55,8 @@ MERGE_POINTS = 3
 """Bursts that are at most this many log points apart form one interval."""
 NUM_START = 16
 """The first points of a log are steep, so none of them counts as a burst."""
-NUM_AFTER, LEAST_RISE = 16, math.log(1.2)
+NUM_AFTER = 16
+LEAST_RISE = math.log(1.2)
 """The number of points after an interval that show whether a metric has recovered; and how far
 above its usual level the logarithm of a recovered loss may be.
 """
@@ -100,7 +102,8 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
     """Return all anomalies in chronological order."""
     witnesses = []
     for key, series in log.series.items():
-        group, known = group_of(key, is_generating=is_generating), finite(series)
+        group = group_of(key, is_generating=is_generating)
+        known = finite(series)
         if group == "loss" and not is_generating:
             known = known[known.values != 0]  # a batch without label tokens has no level
         if group is not None and len(known) >= MIN_POINTS:
@@ -182,7 +185,8 @@ def _anomaly(
         chain.setdefault(move.witness.group, move.mover.metric)
     effects = [move for move in moves if move.witness.is_effect]
     leading = max(effects or moves, key=lambda move: abs(move.mover.z))
-    leader, level = leading.mover, leading.level
+    leader = leading.mover
+    level = leading.level
     return Anomaly(
         steps=(int(grid[first]), until),
         metric=leader.metric,
@@ -213,7 +217,8 @@ class _Move(NamedTuple):
 
 def _move(witness: Witness, low: float, high: float, until: int) -> _Move | None:
     """Return how a metric moved between two steps; None if it stayed in its range."""
-    steps, logged = witness.series.steps, witness.series.values
+    steps = witness.series.steps
+    logged = witness.series.values
     start, stop = np.searchsorted(steps, [low, high + 1])
     z = witness.z[start:stop]
     sizes = z if witness.is_effect and witness.is_log else np.abs(z)

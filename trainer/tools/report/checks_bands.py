@@ -68,7 +68,8 @@ def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
     where = "" if is_whole else f" from step {found.ends[0]} on"
     if row.width == 1:
         peak = np.argmax(part.values)
-        level, where = part.values[peak], f" at step {part.steps[peak]}"
+        level = part.values[peak]
+        where = f" at step {part.steps[peak]}"
     usual = f"at least {number(low)}" if np.isinf(high) else f"at most {number(high)}"
     if np.isfinite([low, high]).all():
         usual = f"{number(low)} to {number(high)}"
@@ -79,7 +80,8 @@ def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
 
 def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
     """Find the move that a row of `MOVES` describes."""
-    points, factor = run.levels(row.role), float(row.range)
+    points = run.levels(row.role)
+    factor = float(row.range)
     found = shift(points, sign=1 if factor > 0 else -1, ratio=abs(factor))
     if found is None or not found.is_lasting or len(within(points, *found.steps)) < row.width:
         return

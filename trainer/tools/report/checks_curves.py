@@ -19,7 +19,8 @@ NUM_STRETCHES = 20
 """The first steps are divided into this many bins to test their trend. A trend or a schedule needs
 at least as many points.
 """
-NUM_EARLY, NUM_FEW = 96, 5
+NUM_EARLY = 96
+NUM_FEW = 5
 """A rise within the first `NUM_EARLY` points is early; for such a rise, a level is the median of
 only `NUM_FEW` points.
 """
@@ -27,7 +28,8 @@ NUM_ROWS = 3
 """The number of training samples that a loss spike names."""
 NUM_RECENT = 32
 """The median of this many points is the present level of a loss."""
-RISE_RATIO, LEAST_RISE = 1.25, 0.1
+RISE_RATIO = 1.25
+LEAST_RISE = 0.1
 """A loss diverges if its present level is this many times its best level and this many nats above
 it.
 """
@@ -37,7 +39,8 @@ a growing KL penalty.
 """
 EXPLOSION = 20
 """A gradient norm above this many times its usual level is an explosion."""
-SWING, POLICY_SWING = 0.5, 2.0
+SWING = 0.5
+POLICY_SWING = 2.0
 """A loss swings violently if it changes by this share of itself from point to point. A policy's
 loss does so if its size exceeds the second value.
 """
@@ -58,7 +61,8 @@ def nonfinite(run: AnalysedRun) -> Findings:
         series = run.log.series[key]
         bad |= dict.fromkeys(series.steps[~np.isfinite(series.values)].tolist(), key)
     if bad:
-        first, last = min(bad), max(bad)
+        first = min(bad)
+        last = max(bad)
         yield fail(
             f"{counted(len(bad), 'step')} with a loss or gradient that is not a number, first at "
             f"{first}.",
@@ -77,7 +81,8 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
 
     A later rise is a fault of its own, so a loss that falls until it rises passes.
     """
-    rise, rates = rise_of(losses), run.find("lr")
+    rise = rise_of(losses)
+    rates = run.find("lr")
     before = within(losses, 0, rise.at) if rise else losses
     is_at_peak = bool(rates) and np.argmax(rates.values) == len(rates) - 1
     is_warming_up = is_at_peak and run.last_step < run.total_steps
@@ -107,9 +112,15 @@ def rise_of(losses: Series) -> Move | None:
     The rise is a ratio, or a difference if the loss changes its sign. In the first steps a level is
     the median of few points, because wider windows miss a low level that only a few points have.
     """
-    ratio, sigma, part, least = RISE_RATIO, 4, 0.0, LEAST_RISE
+    ratio = RISE_RATIO
+    sigma = 4
+    part = 0.0
+    least = LEAST_RISE
     if losses.values.min() <= 0:
-        ratio, sigma, part, least = 1.0, 6, 0.5, POLICY_RISE
+        ratio = 1.0
+        sigma = 6
+        part = 0.5
+        least = POLICY_RISE
     recent = min(NUM_RECENT, max(NUM_FEW, len(losses) // 8))
     last_early = losses.steps[min(NUM_EARLY, len(losses) // 4) - 1]
     for width in (NUM_FEW, recent):
@@ -152,9 +163,11 @@ def oscillating(run: AnalysedRun, losses: Series) -> Findings:
     A controller's loss has no level to compare with, so its size counts instead.
     """
     changes = np.diff(np.log(losses.values.clip(min=1e-9)))
-    swings, limit = Series(losses.steps[1:], np.abs(changes)), SWING
+    swings = Series(losses.steps[1:], np.abs(changes))
+    limit = SWING
     if run.profile == "controller":
-        swings, limit = Series(losses.steps, np.abs(losses.values)), POLICY_SWING
+        swings = Series(losses.steps, np.abs(losses.values))
+        limit = POLICY_SWING
     found = beyond(swings, high=limit, width=max(10, len(swings) // 20))
     if found and not is_falling(within(losses, *found.ends)):
         yield warn(
@@ -197,9 +210,13 @@ def jitter(run: AnalysedRun, losses: Series) -> Findings:
 
     A run improves if its loss falls, a controller if its rewards rise.
     """
-    level, improves, group = abs(slope(losses).level), is_falling(losses), []
+    level = abs(slope(losses).level)
+    improves = is_falling(losses)
+    group = []
     if run.profile == "controller":
-        level, improves, group = 1.0, is_rising(run.get("reward")), ["larger_group"]
+        level = 1.0
+        improves = is_rising(run.get("reward"))
+        group = ["larger_group"]
     if improves and noise(losses.values) > JITTER * level:
         yield info(
             f"The loss jitters by {number(noise(losses.values))} from point to point while the run gets "

@@ -8,7 +8,8 @@ from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
 from trainer.tools.report.checks import Findings, fail, finding, info, warn
 from trainer.tools.report.formatting import counted, listed, number
 
-MIN_POINTS, MIN_EPOCHS = 100, 20
+MIN_POINTS = 100
+MIN_EPOCHS = 20
 """The number of points, or of epochs for a controller, that a verdict needs."""
 WARNED = ("guard/severe", "guard/diverging", "guard/dead")
 """Kinds of events in which the guard warns about a step."""
@@ -39,12 +40,14 @@ def missing_checkpoints(run: AnalysedRun) -> Findings:
     by `prune` or because the run continued from a mirror, which keeps few. Checkpoints older than
     the oldest existing one were rotated away.
     """
-    every, existing = int(run.amount("save") or 0), {state.step for state in run.log.checkpoints}
+    every = int(run.amount("save") or 0)
+    existing = {state.step for state in run.log.checkpoints}
     if not every or not existing:
         raise NotJudged("the save cadence is not known, or the log has no checkpoints next to it")
     known = existing | {event.step for event in run.log.events if event.kind == "checkpoint"}
     # in a log with a row for every step, a missing row means that the step was skipped
-    losses, skipped = run.find("loss"), set()
+    losses = run.find("loss")
+    skipped = set()
     if len(losses) > 1 and np.median(np.diff(losses.steps)) == 1:
         skipped = set(range(run.last_step + 1)) - set(losses.steps.tolist())
     expected = range(every, run.last_step + 1, every)
@@ -64,7 +67,8 @@ def completeness(run: AnalysedRun) -> Findings:
     """Find planned steps that were not trained. This is only an info if the run is still training
     or stopped early as configured.
     """
-    log, planned = run.log, run.log.total_steps
+    log = run.log
+    planned = run.log.total_steps
     if planned is None:
         raise NotJudged("the planned number of steps is not known")
     if run.last_step >= planned:
@@ -119,10 +123,13 @@ def serving(run: AnalysedRun) -> Findings:
 
 def too_little(run: AnalysedRun) -> str:
     """Return why the log is too short for a verdict; empty if it is long enough."""
-    logged, limit, unit = list(run.log.series.values()), MIN_POINTS, "points"
+    logged = list(run.log.series.values())
+    limit = MIN_POINTS
+    unit = "points"
     if run.profile == "controller":
         logged = [run.levels(role) for role in ("reward", "loss") if run.find(role)]
-        limit, unit = MIN_EPOCHS, "epochs"
+        limit = MIN_EPOCHS
+        unit = "epochs"
     longest = max(map(len, logged), default=0)
     return "" if longest >= limit else f"{longest} {unit}, at least {limit} are needed"
 

@@ -44,7 +44,8 @@ MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
 
 def throughput(run: AnalysedRun) -> Throughput | None:
     """Return how the time of a step is divided; None if the log has no times."""
-    phases, times = _phases(run), run.find("ordinary_time")
+    phases = _phases(run)
+    times = run.find("ordinary_time")
     if not times and not phases:
         return None
     parts_s = sum(phases.values())
@@ -58,7 +59,8 @@ def _phases(run: AnalysedRun) -> dict[str, float]:
     """Return the mean seconds of each phase. Means, unlike medians, add up to the step time."""
     means: dict[str, float] = {}
     for key, series in sorted(run.log.series.items()):
-        match, values = PHASE.fullmatch(key), finite(series).values
+        match = PHASE.fullmatch(key)
+        values = finite(series).values
         if match and len(values):
             late = values[min(NUM_COMPILE, len(values) - 1) :]
             means.setdefault(match[1], float(late.mean()))
@@ -98,7 +100,8 @@ def crashes(run: AnalysedRun) -> Findings:
     cause = "When a rank hangs or dies, all others wait for it."
     remedy = "Read the stacks and the log of the rank that the error names."
     if any(map(MEMORY.search, evidence)):
-        cause, remedy = "Too little device memory.", "memory"
+        cause = "Too little device memory."
+        remedy = "memory"
     yield fail(
         f"A rank failed: {evidence[0]}.",
         steps=(met[0].step, met[-1].step),

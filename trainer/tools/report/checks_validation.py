@@ -20,11 +20,13 @@ from trainer.train.detection.window import curve_noise
 NUM_AROUND = 32
 """A validation loss is compared with the median of up to this many training losses before it."""
 MIN_EVALS = 3
-MIN_RISES, FATAL_RISES = 3, 5
+MIN_RISES = 3
+FATAL_RISES = 5
 """The number of consecutive rises of the validation loss that are a fault; and the number that are
 a fatal one if they last to the end of the run.
 """
-LEAK_LEAD, LEAK_SIGMA = 0.1, 4
+LEAK_LEAD = 0.1
+LEAK_SIGMA = 4
 """Validation data has leaked if its loss is below the training loss by more than this share of it
 and by more than this many standard deviations of their noise.
 """
@@ -103,7 +105,8 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     measured = _measured(run) or evaluated
     if measured is None:
         return None
-    values, verdicts = measured.values, {}
+    values = measured.values
+    verdicts = {}
     if measured.sign < 0:
         trained = _trained(run, run.find("val_loss")).tolist()
         told = judge_validations(list(values.values()), trained)
@@ -118,10 +121,12 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
     kept = max(sorted(existing.keys() & results.keys()), key=rank, default=None)
     wanted = max(results, key=rank)
-    chosen, which = kept, ", of the checkpoints that exist"
+    chosen = kept
+    which = ", of the checkpoints that exist"
     if chosen is None:
         none = "no complete checkpoint was validated" if existing else "no checkpoint is known"
-        chosen, which = wanted, f"; {none}"
+        chosen = wanted
+        which = f"; {none}"
     extreme = "Lowest" if decisive.sign < 0 else "Highest"
     reason = f"{extreme} {decisive.metric}, {number(results[chosen])}{which}."
     if chosen != wanted:
@@ -151,8 +156,10 @@ def validation_rises(run: AnalysedRun, _: Series) -> Findings:
     if rises < MIN_RISES:
         return
     longest = int(np.argmax(ends - begins))
-    part, is_to_the_end = val[begins[longest] : ends[longest] + 1], ends[longest] == len(val) - 1
-    before, after = part.values[0], part.values[-1]
+    part = val[begins[longest] : ends[longest] + 1]
+    is_to_the_end = ends[longest] == len(val) - 1
+    before = part.values[0]
+    after = part.values[-1]
     if after - before <= max(NOTE_RISE * before, NOTE_SIGMAS * curve_noise(val.values)):
         return
     best = val.steps[np.argmin(val.values)]
@@ -170,10 +177,12 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
     """Find the step from which on the validation loss is clearly above its best while the training
     loss falls.
     """
-    val, told = _val_losses(run), generalisation(run)
+    val = _val_losses(run)
+    told = generalisation(run)
     if told is None or told.overfit_step is None:
         return
-    at, kept = told.overfit_step, [one.step for one in run.log.checkpoints if one.is_complete]
+    at = told.overfit_step
+    kept = [one.step for one in run.log.checkpoints if one.is_complete]
     is_lost = bool(kept) and told.best_step not in kept and not _evaluated(run)
     lost = " The checkpoint of the best step no longer exists." if is_lost else ""
     yield (fail if is_lost else warn)(

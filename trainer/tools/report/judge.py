@@ -80,7 +80,8 @@ def ordered(found: Iterable[Finding], *, slack: int) -> tuple[Finding, ...]:
     for cause in worst.values():
         if cause.level == "warn" and any(_explains(cause, effect, slack) for effect in fatal):
             worst[cause.id] = replace(cause, level="fail")
-    together, begin = {}, -slack - 1
+    together = {}
+    begin = -slack - 1
     for one in sorted(worst.values(), key=_begin):
         begin = _begin(one) if _begin(one) > begin + slack else begin
         together[one.id] = begin
@@ -125,11 +126,14 @@ def checklist(
         faults = [one for one in findings if one.id.startswith(check) and _begin(one) <= last]
         reason = unjudged.get(check) or unjudged.get(check.partition(":")[0])
         if faults:  # the worst comes first
-            status, detail = STATUS[faults[0].level], " ".join(fault.title for fault in faults)
+            status = STATUS[faults[0].level]
+            detail = " ".join(fault.title for fault in faults)
         elif reason:
-            status, detail = "unknown", reason
+            status = "unknown"
+            detail = reason
         else:
-            status, detail = "pass", "nothing found"
+            status = "pass"
+            detail = "nothing found"
             if role:
                 values = run.get(role).values
                 detail = f"{number(values[0])} to {number(values[-1])}"

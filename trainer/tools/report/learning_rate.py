@@ -35,8 +35,10 @@ def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
     times follows no schedule, and gives none.
     """
     values = series.values
-    before, after = values[:-1], values[1:]
-    found, free = [], NUM_BEFORE
+    before = values[:-1]
+    after = values[1:]
+    found = []
+    free = NUM_BEFORE
     for start in (np.flatnonzero((before > 0) & (after > JUMP * before)) + 1).tolist():
         if start < free:
             continue

@@ -15,7 +15,8 @@ from trainer.train.detection.window import spread
 
 NUM_WINDOWS = 20
 """A level is the median of a window. By default, this many windows would fit into the series."""
-LEAST_WIDTH, MOST_WIDTH = 5, 250
+LEAST_WIDTH = 5
+MOST_WIDTH = 250
 """The smallest and the largest default width of a window, in points."""
 PLACES_PER_WIDTH = 8
 """Windows overlap: this many start within the width of one."""
@@ -124,7 +125,8 @@ def shift(
         return None
     is_lasting = bool(ends[-1] == len(levels))
     chosen = -1 if is_lasting else int(np.argmax(ends - begins))
-    begin, end = int(begins[chosen]), int(ends[chosen])
+    begin = int(begins[chosen])
+    end = int(ends[chosen])
     stop = int(starts[end - 1]) + width
     # for slow rises, search from the last window at the usual level until half has risen
     at_usual = np.flatnonzero(levels[:begin] <= best[begin] + chance)
@@ -159,7 +161,8 @@ def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> i
     norms = (num_after, num_after * (num_after + 1) * (2 * num_after + 1) / 6)
     gains = []
     for norm in norms:  # of steps that begin at each index, then of bends, which are sums of steps
-        left, line = _tail_sums(left), _tail_sums(line)
+        left = _tail_sums(left)
+        line = _tail_sums(line)
         apart = norm - (line**2).sum(axis=1)
         gains.append(left**2 / np.maximum(apart, ALMOST_ZERO * norm))
     return first + 2 + int(np.argmax(np.maximum(*gains)[2:-1]))
@@ -175,7 +178,9 @@ def began(series: Series) -> int:
     return int(series.steps[onset(series.values, 0, len(series), is_level=True)])
 
 
-LEVEL_POINTS, SPREAD_POINTS, SHORT = 32, 128, 200
+LEVEL_POINTS = 32
+SPREAD_POINTS = 128
+SHORT = 200
 """The usual level of a point is the median of `LEVEL_POINTS` points before it, and its usual spread
 is that of `SPREAD_POINTS` points before it. In a log with fewer than `SHORT` points, the level may
 fall fast.

@@ -14,7 +14,9 @@ from trainer.tools.report.run_log import RunLog
 from trainer.tools.report.sections import Section, sections
 from trainer.tools.report.side_by_side import Run, side_by_side
 
-MAX_ROWS, MAX_COLUMNS, MAX_FINDINGS = 8, 6, 6
+MAX_ROWS = 8
+MAX_COLUMNS = 6
+MAX_FINDINGS = 6
 STYLES = {
     "fail": "bold red",
     "warn": "bold yellow",
@@ -41,7 +43,8 @@ def print_report(console: Console, report: Report, log: RunLog) -> None:
     for section in sections(report, log):
         if not section.is_detail:
             rows = [row[:MAX_COLUMNS] for row in section.rows[:MAX_ROWS]]
-            header, findings = section.header[:MAX_COLUMNS], section.findings[:MAX_FINDINGS]
+            header = section.header[:MAX_COLUMNS]
+            findings = section.findings[:MAX_FINDINGS]
             print_section(console, replace(section, rows=rows, header=header, findings=findings))
             num_left = len(section.rows) + len(section.findings) - len(rows) - len(findings)
             if num_left:

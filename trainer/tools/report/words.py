@@ -49,7 +49,8 @@ def why_recovered(run: AnalysedRun) -> str:
     learning rate.
     """
     passed = sum(anomaly.has_recovered for anomaly in run.anomalies)
-    rates, clip = run.find("lr"), run.setting("clip")
+    rates = run.find("lr")
+    clip = run.setting("clip")
     falls = bool(rates) and rates.values[-1] < 0.95 * rates.values.max()
     reasons = {
         f"gradient clipping ({run.quoted('clip')}) limits the updates that follow": clip,

@@ -147,9 +147,11 @@ def rows(launch: Launch) -> Iterator[Checked]:
     from trainer.data.show import preview
     from trainer.train.start.inputs import Encoders, source_without_weights
 
-    config, is_shown = launch.config, False
+    config = launch.config
+    is_shown = False
     is_strict = config.data.on_bad_row == "error"
-    encoders, files = Encoders(config, source_without_weights(config)), preflight.find_files(config)
+    encoders = Encoders(config, source_without_weights(config))
+    files = preflight.find_files(config)
     for source, paths in (*files.train, *files.validation):
         tokenizer, _, options = encoders.encoding(source)
         columns = columns_of(source.keys)
@@ -162,7 +164,8 @@ def rows(launch: Launch) -> Iterator[Checked]:
                 yield Checked("fail" if is_strict else "warn", f"{place}: {result}", fix)
             elif result and not is_shown:
                 is_shown = True
-                ids, mask = result[0].input_ids, result[0].loss_mask
+                ids = result[0].input_ids
+                mask = result[0].loss_mask
                 text = " ".join(preview(ids, mask, tokenizer).split())
                 end = text[-SHOWN_CHARS:]
                 yield Checked("ok", f"the end of {place} (supervised text in [[ ]]): …{end}")

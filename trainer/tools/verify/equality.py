@@ -43,7 +43,8 @@ class Comparison:
 def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
     """Compare the newest attempt of each step and validation, and the last step's checkpoint."""
     found = Comparison()
-    left_values, right_values = dict(_values(left, steps)), dict(_values(right, steps))
+    left_values = dict(_values(left, steps))
+    right_values = dict(_values(right, steps))
     for place in {**left_values, **right_values}:
         found.add(place, left_values.get(place, MISSING), right_values.get(place, MISSING))
     return found

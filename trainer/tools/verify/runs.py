@@ -21,7 +21,9 @@ from trainer.runtime.processes import die_with_parent, kill_tree
 from trainer.tracking.metrics_file import FILE_NAME, read_metrics
 from trainer.train.start.compose import as_word, load_config
 
-NUM_STEPS, SAVE_FREQ, KILL_AFTER = 10, 4, 5
+NUM_STEPS = 10
+SAVE_FREQ = 4
+KILL_AFTER = 5
 NUM_COMPARED = 4
 """Number of steps to compare between two ways of computing; rounding errors grow from step to step.
 """

@@ -23,20 +23,27 @@ VALID_TOKENS = "train/total_valid_token_count"
 
 MAX_FIRST_LOSS = 5.0
 """Nats per token. A pretrained model starts below this loss on data that it can read."""
-MIN_LOSS_SPREAD, MIN_GRAD_SPREAD = 0.05, 0.10
+MIN_LOSS_SPREAD = 0.05
+MIN_GRAD_SPREAD = 0.10
 """The smallest scales that a window may have, in nats of the signal's logarithm."""
-LOSS_Z, LOSS_WARN_RATIO, LOSS_SEVERE_RATIO = 8.0, 1.5, 2.0
+LOSS_Z = 8.0
+LOSS_WARN_RATIO = 1.5
+LOSS_SEVERE_RATIO = 2.0
 """A loss stands out if its score, its ratio to the usual level, and its rise are all large."""
 MIN_LOSS_RISE = 0.1
 """Nats. The loss of a memorised batch is tiny, so it may double without harm."""
-GRAD_WARN_Z, GRAD_WARN_RATIO = 6.0, 5.0
-GRAD_SEVERE_Z, GRAD_SEVERE_RATIO = 8.0, 50.0
-NUM_WARNS, NUM_WARN_STEPS = 3, 5
+GRAD_WARN_Z = 6.0
+GRAD_WARN_RATIO = 5.0
+GRAD_SEVERE_Z = 8.0
+GRAD_SEVERE_RATIO = 50.0
+NUM_WARNS = 3
+NUM_WARN_STEPS = 5
 """The third loss warning within five steps is severe."""
 NUM_GRAD_STEPS = 3
 """After a high gradient, a high loss in the same step or in the next two steps is severe."""
 
-NUM_RECENT, NUM_BEST = 32, 64
+NUM_RECENT = 32
+NUM_BEST = 64
 """The median of the last 32 steps is compared with the lowest median of 64 consecutive steps."""
 MIN_RATIO = 1.25
 """The ratio to the best level that counts as diverging, if the rise exceeds `MIN_LOSS_RISE`."""
@@ -147,7 +154,8 @@ class _Spikes(Remembered):
 
     def observe(self, step: int, loss: float, grad_norm: float) -> Anomaly | None:
         """Judge a step with finite values, then add them to the windows of usual values."""
-        limits, usual_grad = self.limits(), self._grad_norm.usual
+        limits = self.limits()
+        usual_grad = self._grad_norm.usual
         is_loss_high = loss > self._high_loss(LOSS_WARN_RATIO)
         is_grad_high = grad_norm > limits.grad_with_loss
         is_grad_spike = is_grad_high and grad_norm > GRAD_WARN_RATIO * usual_grad.level
@@ -194,7 +202,8 @@ class _Divergence(Remembered):
         if len(self._values) < NUM_BEST:
             return None
         losses = list(self._values)
-        level, recent = median(losses), median(losses[-NUM_RECENT:])
+        level = median(losses)
+        recent = median(losses[-NUM_RECENT:])
         self._best = level if is_first else min(self._best, level)
         is_above = recent > self._best + max((MIN_RATIO - 1) * self._best, MIN_LOSS_RISE)
         if is_above == self._is_diverging:
@@ -205,7 +214,8 @@ class _Divergence(Remembered):
         self._num_in_a_row += 1
         if self._num_in_a_row < NUM_IN_A_ROW:
             return None
-        self._num_in_a_row, self._is_diverging = 0, is_above
+        self._num_in_a_row = 0
+        self._is_diverging = is_above
         if not is_above:
             return None
         # a median crosses the bound when half of its steps are above the bound
@@ -305,8 +315,11 @@ class Detector(Remembered):
         self, rules: Iterable[GuardRule] = (), *, max_first_loss: float = MAX_FIRST_LOSS
     ) -> None:
         self._max_first_loss = max_first_loss
-        self._steps, self._divergence, self._warnings = _Spikes(), _Divergence(), _Warnings()
-        self._dead, self._rules = _NoLearning(), _Rules(rules)
+        self._steps = _Spikes()
+        self._divergence = _Divergence()
+        self._warnings = _Warnings()
+        self._dead = _NoLearning()
+        self._rules = _Rules(rules)
         self.scores: Mapping[str, float] = {}
         """Metrics of the last observed step, all finite."""
 
@@ -320,7 +333,8 @@ class Detector(Remembered):
         `values`: its loss, gradient norm and number of label tokens, and the metrics in rules.
         """
         found = [*self._rules.observe(step, values), self._dead.observe(step, values)]
-        loss, grad_norm = values[LOSS], values[GRAD_NORM]
+        loss = values[LOSS]
+        grad_norm = values[GRAD_NORM]
         own = self._unjudgeable(step, values)
         if own is not None:
             self.scores = {"guard/loss_z": 0.0, "guard/grad_z": 0.0}

@@ -7,11 +7,13 @@ from typing import ClassVar
 from trainer.runtime.progress import Remembered
 from trainer.train.detection.window import curve_noise
 
-NOTE_RISE, NOTE_SIGMAS = 0.02, 4
+NOTE_RISE = 0.02
+NOTE_SIGMAS = 4
 """A rise over the best validation loss is noted if it exceeds both this share of the best loss and
 this number of standard deviations of the curve's noise.
 """
-SURE_RISE, SURE_SIGMAS = 0.10, 8
+SURE_RISE = 0.10
+SURE_SIGMAS = 8
 """Limits for a rise that counts as overfitting at once, without a second rise."""
 TRAIN_FALL = 0.01
 """The share by which the training loss must have fallen since the best validation."""
@@ -35,7 +37,8 @@ def judge_validations(val_losses: Sequence[float], train_losses: Sequence[float]
     for index, loss in enumerate(val_losses):
         if loss < val_losses[best]:
             best = index
-        level, rise = abs(val_losses[best]), loss - val_losses[best]
+        level = abs(val_losses[best])
+        rise = loss - val_losses[best]
         is_noted = rise > max(NOTE_RISE * level, NOTE_SIGMAS * sigma)
         is_sure = rise > max(SURE_RISE * level, SURE_SIGMAS * sigma)
         fallen = train_losses[best] - TRAIN_FALL * abs(train_losses[best])
@@ -76,7 +79,8 @@ class ValidationWatch(Remembered):
     @property
     def is_exhausted(self) -> bool:
         """True if none of the last `patience` validations improved the loss."""
-        best, num_unimproved = inf, 0
+        best = inf
+        num_unimproved = 0
         for loss in self._val_losses:
             is_better = loss < best - MIN_DELTA
             best, num_unimproved = (loss, 0) if is_better else (best, num_unimproved + 1)

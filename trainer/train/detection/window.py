@@ -19,9 +19,11 @@ SIGMAS_TO_Q95 = 1.645
 """The 95th percentile of a normal distribution, in standard deviations."""
 MIN_CURVE_POINTS = 5
 """The noise of a curve cannot be estimated from fewer points."""
-SIZE, MIN_POINTS = 128, 32
+SIZE = 128
+MIN_POINTS = 32
 """Number of values in a full window, and in the smallest window that can be measured."""
-NUM_NEWEST, START_Z = 32, 3.0
+NUM_NEWEST = 32
+START_Z = 3.0
 """Values more than 3 scales above the newest 32 values may belong to the start of a run."""
 WINSOR_Z = 6.0
 """Values with a higher score are reduced to this score. An outlier then does not hide later
@@ -123,7 +125,8 @@ class RobustWindow:
         return list(self._values)
 
     def load_state_dict(self, values: Sequence[float]) -> None:
-        self._values, self._logs = deque[float](), deque[float]()
+        self._values = deque[float]()
+        self._logs = deque[float]()
         self._ordered: list[float] = []
         for value in values:
             self._append(value)

@@ -51,7 +51,9 @@ from trainer.train.start.monitoring import environment, make_guard, make_meter, 
 from trainer.train.start.setup import RunSetup
 
 logger = logging.getLogger(__name__)
-DEFAULT_LR, RANDOM_LR, ADAPTER_LR = 1e-5, 2e-3, 1e-4
+DEFAULT_LR = 1e-5
+RANDOM_LR = 2e-3
+ADAPTER_LR = 1e-4
 """Peak rates if `optim.lr` is null: for pretrained weights, random weights and LoRA adapters."""
 
 

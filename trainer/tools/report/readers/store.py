@@ -23,7 +23,8 @@ MAX_KEYS = 20_000
 """The limit on metrics, so that a damaged file with new keys in each row cannot fill the memory."""
 CLOCKS = ("ts", "_timestamp")
 """Columns that hold wall time in seconds."""
-ELAPSED, STEP_TIME = "progress/elapsed_s", "train/time(s)"
+ELAPSED = "progress/elapsed_s"
+STEP_TIME = "train/time(s)"
 
 Column = tuple["array[int]", "array[float]"]
 """A metric's steps and values, in the order in which they were written."""
