@@ -60,7 +60,7 @@ NEVER_ENDS_TAGGED = fixtures.CHATML_TAGGED.replace(
     "message['content'] + '<|im_end|>' }}{% end", "message['content'] }}{% end"
 )
 NO_PROMPT = fixtures.CHATML.split("{% if add_generation_prompt")[0]
-NO_END = "does not end with a special token, so the model would never"
+NO_END = "does not end with a special token, so the model would not"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ NO_END = "does not end with a special token, so the model would never"
     [
         (NEVER_ENDS, NO_END),
         (NEVER_ENDS_TAGGED, NO_END),
-        (NO_PROMPT, "the loss would include the '<|im_start|>assistant\\n' before it"),
+        (NO_PROMPT, "the loss would include '<|im_start|>assistant\\n'"),
         ("{{ messages | length }}" + fixtures.CHATML, "message 2 cannot be masked"),
     ],
     ids=["never ends", "never ends, with tags", "no generation prompt", "changes its past"],
@@ -92,7 +92,7 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
     first, *bad, last = encoder.encode(rows)
     assert isinstance(first, list) and isinstance(last, list)
     assert [str(reason) for reason in bad] == [
-        "chat template: refuses the conversation: TemplateError: Conversation roles must alternate "
+        "chat template: cannot render the conversation: TemplateError: Conversation roles must alternate "
         "user/assistant",
         "bad unicode: half of a surrogate pair, '\\ud83d'",
     ]
@@ -101,7 +101,7 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
 def test_unusable_tokenizers():
     with pytest.raises(DataError, match="no chat template"):
         encoded(chat("one"), make_tokenizer(None))
-    with pytest.raises(DataError, match="chat template has an error in line 2"):
+    with pytest.raises(DataError, match="the chat template has a syntax error in line 2"):
         encoded(chat("one"), make_tokenizer("{{ bos_token }}\n{% for %}"))
     slow = make_tokenizer(fixtures.CHATML)
     slow.__class__ = type("SlowTokenizer", (type(slow),), {"is_fast": False})
