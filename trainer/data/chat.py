@@ -43,7 +43,8 @@ class RowEncoder:
                 f"{name} is a slow tokenizer, which does not report character offsets.\n"
                 f"Fix: use a model with a tokenizer.json"
             )
-        self.tokenizer, self.options = tokenizer, options
+        self.tokenizer = tokenizer
+        self.options = options
         self.seen = Summary()
         """Counts of the rows' contents."""
         self._parser = RowParser(options.keys, tokenizer, self.seen)
@@ -65,7 +66,8 @@ class RowEncoder:
                 num_chars += sum(len(sample.text) for sample in marked)
             if num_chars >= BATCH_CHARS or len(batch) == BATCH_ROWS:
                 yield from self._encoded_batch(batch)
-                batch, num_chars = [], 0
+                batch = []
+                num_chars = 0
         yield from self._encoded_batch(batch)
 
     def _encoded_batch(self, batch: list[Marked]) -> Iterator[Result]:
@@ -185,7 +187,8 @@ class RowEncoder:
         lead, end_id = self._text_ends
         self.seen.end_token_ids.add(end_id)
         ((start, _),) = item.spans
-        prompt, whole = self._finder.ids(item.text[:start]), ids.tolist()
+        prompt = self._finder.ids(item.text[:start])
+        whole = ids.tolist()
         if whole[:num_prompt] != prompt:
             apart = prompt + self._finder.ids(item.text[start:])
             if self._decoded(apart) != self._decoded(whole):

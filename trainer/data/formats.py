@@ -88,7 +88,9 @@ class RowParser:
 
     def __init__(self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase, seen: Summary) -> None:
         """`seen` counts formats and unread columns."""
-        self._keys, self._tokenizer, self._seen = keys, tokenizer, seen
+        self._keys = keys
+        self._tokenizer = tokenizer
+        self._seen = seen
 
     def parse(self, row: Row) -> Item:
         """Return the item of a row. Raises `UnusableError`, and `RecursionError` for a deeply
@@ -110,7 +112,8 @@ class RowParser:
 
     def _recognised(self, row: Row) -> Recognised:
         """Try the formats in the order that docs/data.md lists. Raises `UnusableError`."""
-        record, keys = row.record, self._keys
+        record = row.record
+        keys = self._keys
         if keys.text_key is not None:
             text = _text(_column(row, keys.text_key, "text_key"), f"'{keys.text_key}'")
             return f"plain text in '{keys.text_key}'", [keys.text_key], Continuation("", text)
@@ -130,7 +133,8 @@ class RowParser:
             return "Alpaca's 'instruction' and 'output'", (*ALPACA, keys.tools_key), conversation
         if "input_ids" in record:
             return "tokens in 'input_ids'", TOKENS, self._tokens(record)
-        prompt, completion = record.get("prompt"), record.get("completion")
+        prompt = record.get("prompt")
+        completion = record.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
             name = (
                 "plain text in 'prompt' and 'completion' (to train them as chats, set "
@@ -255,7 +259,8 @@ def _proposal(row: Row) -> str:
         pattern = re.compile(rf"(.*\.)?({names})", re.IGNORECASE)
         return next(filter(pattern.fullmatch, _columns(row)), None)
 
-    prompt, response = first(PROMPT_NAMES), first(RESPONSE_NAMES)
+    prompt = first(PROMPT_NAMES)
+    response = first(RESPONSE_NAMES)
     if chat := first(CHAT_NAMES):
         return f"to read '{chat}' as messages, set data.messages_key={chat}"
     if prompt and response:
@@ -301,7 +306,8 @@ def _from_sharegpt(turn: Any, where: str) -> Message:
     if not isinstance(turn, dict):
         raise UnusableError(f"message not an object: {where} is {_type(turn)}")
     message = dict(turn)
-    speaker, value = message.pop("from", None), message.pop("value", None)
+    speaker = message.pop("from", None)
+    value = message.pop("value", None)
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
         raise UnusableError(f"unknown role: {where} is from {speaker!r}; known roles: {known}")

@@ -83,7 +83,9 @@ def _by_source(samples: Samples, ids: np.ndarray, num_loss_tokens: np.ndarray) -
 
 class _StepDataset(Dataset[StepBatch]):
     def __init__(self, samples: Samples, plan: RankPlan, schedule: Schedule) -> None:
-        self.samples, self.plan, self.schedule = samples, plan, schedule
+        self.samples = samples
+        self.plan = plan
+        self.schedule = schedule
 
     def __getitem__(self, step: int) -> StepBatch:
         # reading past the end of a truncated file would kill this process
@@ -130,8 +132,11 @@ class TrainLoader:
         skipped_steps: frozenset[int] = frozenset(),
     ) -> None:
         """The batches of `skipped_steps` are not trained."""
-        self._samples, self.plan, self.schedule = samples, plan, schedule
-        self._num_workers, self._skipped_steps = num_workers, skipped_steps
+        self._samples = samples
+        self.plan = plan
+        self.schedule = schedule
+        self._num_workers = num_workers
+        self._skipped_steps = skipped_steps
         self.last_step = total_steps
         self.step = schedule.start.step
         """The last step that was yielded, which is also the number of finished steps once it has
@@ -183,7 +188,8 @@ class TrainLoader:
     def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
         """Make the next iteration continue from an earlier position."""
         self.schedule = dataclasses.replace(self.schedule, start=position)
-        self.step, self._skipped_steps = position.step, skipped_steps
+        self.step = position.step
+        self._skipped_steps = skipped_steps
 
     @property
     def position(self) -> Position:
@@ -215,7 +221,9 @@ class ValidationBatches:
     """Yields all samples in order, `batch_size` at a time over all ranks, each exactly once."""
 
     def __init__(self, samples: Samples, plan: RankPlan, *, batch_size: int) -> None:
-        self._samples, self._plan, self._batch_size = samples, plan, batch_size
+        self._samples = samples
+        self._plan = plan
+        self._batch_size = batch_size
         self.length_facts = length_facts(*samples.counts(np.arange(len(samples))))
         self.sources = samples.names if len(samples.names) > 1 else ()
 

@@ -32,7 +32,9 @@ class Renderings:
     """
 
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
-        self._template, self._messages, self._tools = template, messages, tools
+        self._template = template
+        self._messages = messages
+        self._tools = tools
         self.turns = [
             index for index, message in enumerate(messages) if message["role"] == "assistant"
         ]
@@ -51,7 +53,8 @@ class Renderings:
             return [Part(self._whole, [], messages=self._messages, turns=[])]
         if mode == "together":
             return [self._together(trained)]
-        together, problem = None, None
+        together = None
+        problem = None
         if mode == "auto":
             self._whole  # noqa: B018  raises if the whole conversation cannot be rendered
             try:
@@ -144,7 +147,8 @@ class Renderings:
             raise UnusableError(
                 "chat template: its generation tags mark nothing in this conversation"
             )
-        added, special = self._template.added, self._template.special
+        added = self._template.added
+        special = self._template.special
         for start, end in touching:
             inside = text[start:end].rstrip()
             following = None if special.last_in(inside) else added.first_in(text, end)
@@ -168,7 +172,8 @@ class Renderings:
             yield start, end
 
     def _turn_start(self, index: int) -> int:
-        text, prompt = self._whole, self._upto(index, prompt=True)
+        text = self._whole
+        prompt = self._upto(index, prompt=True)
         if text.startswith(prompt):
             return len(prompt)
         # The generation prompt may contain more than the turn's header, such as an empty thinking
@@ -188,7 +193,8 @@ class Renderings:
         """Return the position at which a turn ends in the whole rendering; -1 if it is not
         found.
         """
-        text, closed = self._whole, self._closed(index)
+        text = self._whole
+        closed = self._closed(index)
         if text.startswith(closed):
             return len(closed)
         # the template rewrites the turn if messages follow, but still ends it with the same token
@@ -236,7 +242,8 @@ class Renderings:
         """Return a sample of the prompt that a server renders, followed by the turn. Return None if
         the rendered turn does not begin with the header at the end of the prompt.
         """
-        prompt, head = self._upto(index, prompt=True), self._upto(index + 1)
+        prompt = self._upto(index, prompt=True)
+        head = self._upto(index + 1)
         start = len(prompt) if head.startswith(prompt) else self._header_end(index)
         if start is None:
             return None
@@ -260,7 +267,8 @@ class Renderings:
         differently than the prompt does; None if it is not found. The search begins at a mark in
         the last of these messages.
         """
-        base, prompt = self._upto(index), self._upto(index, prompt=True)
+        base = self._upto(index)
+        prompt = self._upto(index, prompt=True)
         header = prompt[len(base) :] if prompt.startswith(base) else ""
         if not index or not header:
             return None
@@ -280,7 +288,9 @@ class Renderings:
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINK_END = "</think>"
-TEXT, CALLS, REASONING = "text", "tool_calls", "reasoning"
+TEXT = "text"
+CALLS = "tool_calls"
+REASONING = "reasoning"
 Marks = dict[str, tuple[int, str]]
 """{mark: (index of the message, part of the message) in which it is}."""
 
@@ -292,7 +302,9 @@ def count_missing_reasoning(template: ChatTemplate, part: Part, tools: Tools) ->
     marks are searched in a second rendering. Raises `UnusableError` for a turn that is rendered
     without its text or tool calls.
     """
-    messages, turns, spans = part.messages, part.turns, part.spans
+    messages = part.messages
+    turns = part.turns
+    spans = part.spans
     if len(spans) != len(turns):
         spans = [(0, len(part.text))] * len(turns)
     if all(

@@ -27,9 +27,11 @@ from trainer.data.tokens import Encoded
 from trainer.errors import EXIT_CRASH
 from trainer.runtime.signals import become_worker
 
-TOKENS, ROWS = "tokens.bin", "rows.bin"
+TOKENS = "tokens.bin"
+ROWS = "rows.bin"
 """The files with the `TOKEN`s of all samples, end to end, and with the `ROW` of each sample."""
-BAD_ROWS, OVER_LONG_ROWS = "bad_rows.jsonl", "over_long_rows.jsonl"
+BAD_ROWS = "bad_rows.jsonl"
+OVER_LONG_ROWS = "over_long_rows.jsonl"
 TOKEN = np.dtype("<i4")
 """A token id. The sign bit is set if the token is supervised."""
 SUPERVISED = np.int32(-(2**31))
@@ -70,7 +72,8 @@ def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> Prepa
     over_long: list[dict[str, object]] = []
     found: list[tuple[int, ...]] = []
     tokens = [np.zeros(0, dtype=TOKEN)]
-    rows, seen = list(block.rows()), encoder.seen
+    rows = list(block.rows())
+    seen = encoder.seen
     for row, result in zip(rows, encoder.encode(rows), strict=True):
         place = {"file": str(row.file), "line": row.line}
         try:
@@ -101,16 +104,19 @@ def _fitted(encoder: RowEncoder, samples: Result) -> tuple[list[Encoded], int, s
     """
     if isinstance(samples, UnusableError):
         raise samples
-    max_length, truncation = encoder.options.max_length, encoder.options.truncation
+    max_length = encoder.options.max_length
+    truncation = encoder.options.truncation
     num_tokens = max(len(sample.input_ids) for sample in samples)
-    fitting, action = samples, ""
+    fitting = samples
+    action = ""
     if num_tokens > max_length:
         if truncation == "drop":
             encoder.seen.num_dropped += 1
             return [], num_tokens, "dropped"
         if truncation in ("left", "right"):
             part = slice(-max_length, None) if truncation == "left" else slice(max_length)
-            fitting, action = [_part(sample, part) for sample in samples], "cut"
+            fitting = [_part(sample, part) for sample in samples]
+            action = "cut"
         elif truncation == "split" and encoder.options.keys.text_key is not None:
             fitting = _pieces(samples[0], max_length)
         else:

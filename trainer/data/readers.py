@@ -75,7 +75,8 @@ def iter_blocks(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
         num_bytes += len(item) if isinstance(item, bytes) else 0
         if len(content) == BLOCK_ROWS or num_bytes >= BLOCK_BYTES:
             yield RowBlock(path, content)
-            content, num_bytes = [], 0
+            content = []
+            num_bytes = 0
     if content:
         yield RowBlock(path, content)
 

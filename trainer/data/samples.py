@@ -17,7 +17,8 @@ from trainer.data.prepare import ROW, ROWS, SUPERVISED, TOKEN, TOKENS
 from trainer.data.rows import Summary, location
 from trainer.errors import DataError, ResumableError
 
-SUMMARY, CHECKSUMS = "summary.json", "SHA256SUMS"
+SUMMARY = "summary.json"
+CHECKSUMS = "SHA256SUMS"
 """The file with counts of the rows, and the list of all other files in `sha256sum`'s format."""
 
 
@@ -29,7 +30,8 @@ class MappedFile:
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self._path, self._file = path, path.open("rb")
+        self._path = path
+        self._file = path.open("rb")
         self._state = self._size_and_time()
         self.array: np.ndarray = np.memmap(self._file, dtype, "r")
         listed = (path.parent / CHECKSUMS).read_text(encoding="utf-8").split()
@@ -225,7 +227,8 @@ class Samples:
         numbers = self.source_of(ids)
         for number, source in enumerate(self.sources):
             own = numbers == number
-            indices, rows = source.samples[ids[own] - self._bounds[number]], source.dataset.rows
+            indices = source.samples[ids[own] - self._bounds[number]]
+            rows = source.dataset.rows
             found[:, own] = rows["num_tokens"][indices], rows["num_loss_tokens"][indices]
         return found[0], found[1]
 

@@ -101,7 +101,8 @@ class ChatTemplate:
         self.words = frozenset(re.findall(r"\w+", source))
         self._variables = {**tokenizer.special_tokens_map, **template_kwargs}
         self._added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        self.added, self.special = TokenTexts(self._added), special
+        self.added = TokenTexts(self._added)
+        self.special = special
         self._end = str(tokenizer.eos_token or "")
         self._bounds = {self._end, str(tokenizer.bos_token or "")} - {""}
 
@@ -178,7 +179,8 @@ class ChatTemplate:
         return self._next_role(PLAIN[:3]), self._next_role(self._tool_probe[:3])
 
     def _next_role(self, probe: list[Message]) -> str:
-        head, longer = self._try(probe[:-1]), self._try(probe)
+        head = self._try(probe[:-1])
+        longer = self._try(probe)
         is_whole = head.endswith((*self._marks_in(head), *self._bounds))
         if is_whole or not head or head != head.rstrip() or not longer.startswith(head):
             return ""
@@ -215,7 +217,8 @@ class ChatTemplate:
         `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`), a turn ends with the second. The model must learn
         to write it, because a server may stop only at this token.
         """
-        ended, continued = self._try(PLAIN[:2]), self._try(PLAIN[:3])
+        ended = self._try(PLAIN[:2])
+        continued = self._try(PLAIN[:3])
         answer = ended.rfind(PLAIN[1]["content"])
         places = [(ended.find(token, answer), token) for token in self._marks_in(ended)]
         end = min((at + len(token) for at, token in places if at >= 0), default=len(ended))

@@ -238,7 +238,8 @@ def _require_usable(
 ) -> None:
     """Raise `DataError` with the first bad rows, unless enough rows can be trained on."""
     is_strict = options.on_bad_row == "error"
-    num_bad, num_rows = summary.num_bad_rows, summary.num_rows
+    num_bad = summary.num_bad_rows
+    num_rows = summary.num_rows
     if not num_rows:
         raise DataError(
             f"no row to train on in {', '.join(map(str, files))}.\n"
