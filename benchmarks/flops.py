@@ -15,12 +15,11 @@ def training_flops(config: dict[str, Any], seqlens: Iterable[int], *, num_labels
     each. Norms, rotations and softmax are not counted; nor are padding, recomputation and the head
     on positions without a label: not needed.
     """
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    hidden = config["hidden_size"]
+    layers = config["num_hidden_layers"]
     head_size = config.get("head_dim") or hidden // config["num_attention_heads"]
-    width, key_width = (
-        head_size * config["num_attention_heads"],
-        head_size * config["num_key_value_heads"],
-    )
+    width = head_size * config["num_attention_heads"]
+    key_width = head_size * config["num_key_value_heads"]
     layer = hidden * (2 * width + 2 * key_width) + 3 * hidden * config["intermediate_size"]
     lengths = list(seqlens)
     pairs = sum(n * (n + 1) // 2 for n in lengths)

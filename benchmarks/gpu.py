@@ -45,7 +45,9 @@ SHAPES = {
     "8b": (4096, 36, 32, 8, 12288, 151936),
 }
 TIED = ("tiny", "0.6b", "1.7b", "4b")
-BATCH, SKIP, NUM_CHATS = 64, 4, 1024
+BATCH = 64
+SKIP = 4
+NUM_CHATS = 1024
 POLL_S = 0.2
 NUM_LAUNCHER_WORDS = 4
 LORA = {"model.lora_rank": "16", "model.random_weights": "false"}

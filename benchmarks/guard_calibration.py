@@ -52,7 +52,8 @@ def summary(family: Family, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def microseconds_per_step() -> float:
     """The cost of `limits` and `observe` together, on one core."""
-    curve, detector = healthy(TUNED[0], seed=0), Detector()
+    curve = healthy(TUNED[0], seed=0)
+    detector = Detector()
     steps = [curve.values(step) for step in range(len(curve.loss))]
     started_s = time.process_time()
     for step, values in enumerate(steps):

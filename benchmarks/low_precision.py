@@ -18,7 +18,8 @@ from typing import Any
 from measuring import REPOSITORY, header, run_command, table, write_result
 from memory_plan import GIB, Case, extremes, run_case
 
-STATES, MASTER = "optim.state_dtype=bfloat16", "model.master_dtype=bfloat16"
+STATES = "optim.state_dtype=bfloat16"
+MASTER = "model.master_dtype=bfloat16"
 KINDS = {
     "float32": (),
     "moments in bfloat16": (STATES,),

@@ -56,7 +56,8 @@ class Case:
         return f"{self.hidden} x {self.layers} {changes}".strip()
 
     def words(self, directory: Path) -> list[str]:
-        model_dir, train_file = directory / "model", directory / "train.jsonl"
+        model_dir = directory / "model"
+        train_file = directory / "train.jsonl"
         batch = self.ranks * self.micro_batches * (self.tokens // self.max_length)
         values = {
             "data.train_files": train_file,

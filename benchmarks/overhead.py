@@ -32,7 +32,8 @@ from trainer.train.parts import StepResult
 
 def measure(num_steps: int, run_dir: Path) -> dict[str, float]:
     """Return the median microseconds of each part."""
-    meter, guard = new_meter(total_steps=num_steps), Guard(guard_config())
+    meter = new_meter(total_steps=num_steps)
+    guard = Guard(guard_config())
     totals = result(by_rank={"decisions": (0.0, 0.0)})
     tracking = Tracking("overhead", "overhead", ["console"], {}, run_dir=run_dir)
     tracking.start(0)

@@ -129,7 +129,8 @@ def measure(case: Case, rounds: int) -> dict[Contender, list[dict[str, Any]]]:
 def num_different_rows(dataset: TokenDataset, peer: Path) -> int:
     """Rows whose token ids or labels are others in the file that the peer wrote."""
     theirs = np.load(peer)
-    starts, ends = theirs["offsets"][:-1], theirs["offsets"][1:]
+    starts = theirs["offsets"][:-1]
+    ends = theirs["offsets"][1:]
     num_different = abs(len(dataset) - len(ends))
     for index, (first, end) in enumerate(zip(starts, ends, strict=True)):
         if index < len(dataset):
@@ -162,7 +163,8 @@ def summarize(runs: dict[Contender, list[dict[str, Any]]]) -> Iterable[dict[str,
 
 def cells(row: dict[str, Any]) -> dict[str, object]:
     """Return the columns of a row of the table."""
-    rate, ratio = row["rows_per_s"], row.get("ours is faster by")
+    rate = row["rows_per_s"]
+    ratio = row.get("ours is faster by")
     return {
         "contender": row["contender"],
         "rows": row["rows"],

@@ -23,7 +23,8 @@ from pathlib import Path
 import psutil
 from measuring import REPOSITORY, header, middle, table, write_result
 
-STEPS_BETWEEN_KILLS, SAVE_FREQ = 100, 20
+STEPS_BETWEEN_KILLS = 100
+SAVE_FREQ = 20
 MILESTONES = {
     "launcher": "start ",
     "imports, process group, data": "self-check ",
@@ -87,7 +88,8 @@ def train(run_dir: Path, num_ranks: int, num_steps: int, *, is_killed: bool) -> 
     steps_lost: list[int] = []
     last_step = 0
     while last_step < num_steps:
-        attempt, missing = Attempt(run_dir, num_ranks, num_steps), dict(MILESTONES)
+        attempt = Attempt(run_dir, num_ranks, num_steps)
+        missing = dict(MILESTONES)
         reached: dict[str, float] = {}
         is_restart = last_step > 0
         next_kill = (last_step // STEPS_BETWEEN_KILLS + 1) * STEPS_BETWEEN_KILLS

@@ -175,7 +175,8 @@ def flops_per_token(case: Case, steps: int, batch: int) -> float:
     data = np.load(case.samples)
     part = slice(SKIP * batch, steps * batch)
     lengths = np.diff(data["offsets"])[part]
-    first, last = data["offsets"][part.start], data["offsets"][part.stop]
+    first = data["offsets"][part.start]
+    last = data["offsets"][part.stop]
     config = json.loads((case.model / "config.json").read_text())
     num_labels = int(data["loss_mask"][first:last].sum())
     return training_flops(config, lengths.tolist(), num_labels=num_labels) / float(lengths.sum())
@@ -278,7 +279,8 @@ def main() -> None:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    rate, ratio = row["tokens_per_s"], row["ours is faster by"]
+    rate = row["tokens_per_s"]
+    ratio = row["ours is faster by"]
     return [
         row["dtype"],
         str(row["ranks"]),

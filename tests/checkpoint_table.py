@@ -140,7 +140,8 @@ def load(replica: Replica, directory: Path) -> tuple[Any, list[str]]:
 
 def export_faults(replica: Replica, root: Path, export: Path) -> list[str]:
     """Compare names and untrained tensors of an export of the whole model with the source."""
-    source, exported = tensors_in(root / "plain"), tensors_in(export)
+    source = tensors_in(root / "plain")
+    exported = tensors_in(export)
     faults = [f"export: names differ: {sorted(source.keys() ^ exported.keys())[:4]}"]
     if source.keys() == exported.keys():
         untrained = set(replica.extra) | {name for name in source if "vis" in name}
@@ -177,7 +178,8 @@ def try_lora(root: Path, replica: Replica) -> list[str]:
         faults.append(f"peft: {loaded} of {len(adapter)} tensors")
     merged = root / "merged"
     export_from_shards(checkpoint, merged, dtype="float32", lora="merged", base=model)
-    source, exported = tensors_in(root / "plain"), tensors_in(merged)
+    source = tensors_in(root / "plain")
+    exported = tensors_in(merged)
     changed = [
         name for name in source if not torch.equal(exported[name].float(), source[name].float())
     ]

@@ -37,7 +37,8 @@ def _level(num_steps: int, last: float = 1.0) -> Values:
 
 
 def _autoregressive(rng: Generator, num_steps: int, *, memory: float, sigma: float) -> Values:
-    noise, found = rng.normal(0, sigma, num_steps), np.zeros(num_steps)
+    noise = rng.normal(0, sigma, num_steps)
+    found = np.zeros(num_steps)
     for step in range(1, num_steps):
         found[step] = memory * found[step - 1] + noise[step]
     return found
@@ -63,7 +64,8 @@ def _power_law(rng: Generator, num_steps: int) -> Values:
 
 def _garch(rng: Generator, num_steps: int) -> Values:
     """Calm and noisy stretches: 6% noise on average."""
-    noise, variance = np.zeros(num_steps), 0.004
+    noise = np.zeros(num_steps)
+    variance = 0.004
     for step in range(num_steps):
         noise[step] = rng.normal(0, variance**0.5)
         variance = 0.0002 + 0.10 * noise[step] ** 2 + 0.85 * variance

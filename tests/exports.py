@@ -40,7 +40,8 @@ def export_model(
     """
     root = target.with_name(f"{target.name}-shards")
     root.mkdir(exist_ok=True)
-    parameters, buffers = shards.saved_parameters(model), shards.weight_buffers(model)
+    parameters = shards.saved_parameters(model)
+    buffers = shards.weight_buffers(model)
     shard = root / layout.model_file(world.size, world.rank)
     shards.write_torch(shard, ModelShards(model).state_dict(), root=root)
     if world.is_main:
@@ -63,7 +64,8 @@ def export_changed(world: World, model: Any, source: ModelSource, target: Path) 
     with torch.no_grad():
         for tensor in (*model.parameters(), *shards.weight_buffers(model).values()):
             tensor.mul_(1.25)
-    files, whole = ModelFiles.read(Path(source.path)), whole_checkpoint(source)
+    files = ModelFiles.read(Path(source.path))
+    whole = whole_checkpoint(source)
     export_model(world, model, target, ExportSource(files, None, (), whole), dtype="float32")
 
 

@@ -90,7 +90,8 @@ def interrupted_run(root: Path, model: Path, *more: str, num_ranks: int = NUM_RA
     """Return how a run that was killed and started again differs from one in one go; `root` is the
     model's own.
     """
-    straight, killed = root / "straight", root / "killed"
+    straight = root / "straight"
+    killed = root / "killed"
     words = (*words_of_run(root, model), *more)
     train(straight, num_ranks, *words)
     kill = partial(stop_in_step, KILLED_IN_STEP, signal.SIGKILL)
@@ -112,7 +113,8 @@ def export_faults(checkpoint: Path) -> list[str]:
     )
     served, report = loaded
     faults = [f"{kind}: {sorted(map(str, found))[:3]}" for kind, found in report.items() if found]
-    tensors, trained = served.state_dict(), whole_state(checkpoint)
+    tensors = served.state_dict()
+    trained = whole_state(checkpoint)
     names = [name for name, _ in served.named_parameters()]
     faults += [f"not in the shards: {name}" for name in names if name not in trained]
     unequal = differing({name: tensors[name] for name in trained}, trained)

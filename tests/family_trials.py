@@ -22,7 +22,9 @@ from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model.pretrained import ModelSource
 
-PACKED, PER_DOCUMENT, REFUSED = "packed", "per document", "refused"
+PACKED = "packed"
+PER_DOCUMENT = "per document"
+REFUSED = "refused"
 SAMPLES = ToySamples()
 MAX_LENGTH = int(max(SAMPLES.lengths))
 DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if 5 <= length <= 25][:3]
@@ -160,7 +162,8 @@ def resumed(world: Any, path: Path, root: Path, *, is_packed: bool) -> list[str]
     """What differs after six steps between a run in one go, `root`/straight, and one that stopped
     after the fourth and was built anew from its checkpoint. Collective.
     """
-    source, form = ModelSource(str(path)), {"is_packed": is_packed}
+    source = ModelSource(str(path))
+    form = {"is_packed": is_packed}
     straight = run(world, root / "straight", source, Recipe(), model=form)
     run(world, root / "stopped", source, Recipe(), model=form, stop=StopsAfter(4))
     again = run(world, root / "stopped", source, Recipe(), model=form)

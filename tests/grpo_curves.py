@@ -23,7 +23,9 @@ def controller_histories(seed: int) -> tuple[NDArray[np.float64], NDArray[np.flo
     num_epochs = int(rng.integers(30, 61))
     epochs = np.arange(1, num_epochs + 1)
     progress = np.minimum((epochs - 1) / 29, 1.0) ** rng.uniform(0.8, 1.2)
-    bias, swing, noise = rng.normal(0, 0.1), rng.uniform(0.1, 0.8), rng.uniform(0.5, 2.0)
+    bias = rng.normal(0, 0.1)
+    swing = rng.uniform(0.1, 0.8)
+    noise = rng.uniform(0.5, 2.0)
 
     def table(spread: float) -> NDArray[np.float64]:
         jitter = spread * noise * rng.normal(0, 1, (5, num_epochs))
@@ -45,5 +47,6 @@ def controller_histories(seed: int) -> tuple[NDArray[np.float64], NDArray[np.flo
 
 def write_history(path: Path, table: NDArray[np.float64]) -> None:
     """Write `HISTORY_COLUMNS`; the first is a whole number."""
-    header, formats = ",".join(HISTORY_COLUMNS), ["%d", *["%.4f"] * (table.shape[1] - 1)]
+    header = ",".join(HISTORY_COLUMNS)
+    formats = ["%d", *["%.4f"] * (table.shape[1] - 1)]
     np.savetxt(path, table, fmt=formats, delimiter=",", header=header, comments="")

@@ -56,7 +56,8 @@ def trial(family: Family, seed: int, faults: Mapping[str, Fault] = FAULTS) -> Ou
     """The steps before the fault are watched once; every fault goes on from the detector's
     saved state.
     """
-    curve, detector = healthy(family, seed=seed), Detector()
+    curve = healthy(family, seed=seed)
+    detector = Detector()
     events = watch(curve, end=FAULT_STEP, detector=detector)
     state = detector.state_dict()
     events += watch(curve, first=FAULT_STEP, detector=detector)

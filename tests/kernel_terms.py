@@ -18,7 +18,10 @@ def insist(
     window: tuple[int, int],
     enable_gqa: bool,
 ) -> None:
-    query, key, value, bounds = query_TNK, key_TMK, value_TMK, (cu_seq_q_D1, cu_seq_k_D1)
+    query = query_TNK
+    key = key_TMK
+    value = value_TMK
+    bounds = (cu_seq_q_D1, cu_seq_k_D1)
     assert query.dtype in (torch.bfloat16, torch.float16) and {key.dtype, value.dtype} == {
         query.dtype
     }

@@ -42,7 +42,8 @@ STEP_S = 3
 def make_curves(*, num_steps: int = 200, seed: int = 0) -> dict[str, Series]:
     """Make a usual run with validations every 50 steps; values are exact in 32 bits."""
     generator = np.random.default_rng(seed)
-    steps, evals = np.arange(1, num_steps + 1), np.arange(50, num_steps + 1, 50)
+    steps = np.arange(1, num_steps + 1)
+    evals = np.arange(50, num_steps + 1, 50)
     curves = {
         "train/loss": (steps, 0.8 + np.exp(-steps / 60) + generator.normal(0, 0.03, num_steps)),
         "train/lr": (steps, 1e-4 * np.minimum(1, steps / 20)),

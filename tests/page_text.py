@@ -12,7 +12,8 @@ class Page(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.words, self.tags = "", list[tuple[str, dict[str, str | None]]]()
+        self.words = ""
+        self.tags = list[tuple[str, dict[str, str | None]]]()
         self._open: list[str] = []
         self.feed(html.replace("<wbr>", ""))
         assert self._open == []

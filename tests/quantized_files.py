@@ -92,7 +92,8 @@ def quantize_mxfp4(path: Path) -> Files:
         blocks = torch.randint(0, 256, (num_experts, num_outputs, num_inputs // 32, 16)).byte()
         scales = torch.randint(115, 125, blocks.shape[:3]).byte()
         files |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        low, high = signed[(blocks % 16).long()], signed[(blocks // 16).long()]
+        low = signed[(blocks % 16).long()]
+        high = signed[(blocks // 16).long()]
         pairs = torch.stack([low, high], -1).flatten(-2)
         values = pairs * (2.0 ** (scales.float() - 127))[..., None]
         expected[name] = values.flatten(-2).transpose(1, 2).bfloat16().contiguous()

@@ -235,7 +235,8 @@ def grpo_run(seed: int) -> RunLog:
     """
     rng = np.random.default_rng(seed)
     log = swift_run(seed, has_bursts=False)
-    steps, n = log.series["kl"].steps, log.num_rows
+    steps = log.series["kl"].steps
+    n = log.num_rows
     more = {
         "train/adv_mean": rng.normal(0, 0.01, n),
         "train/adv_std": rng.normal(1, 0.05, n),

@@ -77,7 +77,8 @@ class Family:
 
 
 def _course(rng: Generator, x: Floats, shape: str) -> Floats:
-    start, floor = rng.uniform(1.6, 2.8), rng.uniform(0.6, 1.1)
+    start = rng.uniform(1.6, 2.8)
+    floor = rng.uniform(0.6, 1.1)
     falls = {
         "exponential": lambda: np.exp(-x / rng.uniform(0.05, 0.25)),
         "power": lambda: (1 + 40 * x) ** -rng.uniform(0.5, 0.9),
@@ -100,8 +101,10 @@ def _rate(rng: Generator, x: Floats) -> Floats:
 def _sft(
     rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], family: Family
 ) -> Columns:
-    n, x = len(steps), steps / steps[-1]
-    course, sigma = _course(rng, x, family.shape), rng.uniform(*family.noise)
+    n = len(steps)
+    x = steps / steps[-1]
+    course = _course(rng, x, family.shape)
+    sigma = rng.uniform(*family.noise)
     time = rng.uniform(0.5, 6) * (1 + rng.normal(0, rng.uniform(0.01, 0.06), n))
     held_out = course[np.searchsorted(steps, evals)] + rng.uniform(0.02, 0.15)
     return {
@@ -122,7 +125,8 @@ def _sft(
 def _grpo(
     rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], family: Family
 ) -> Columns:
-    n, x = len(steps), steps / steps[-1]
+    n = len(steps)
+    x = steps / steps[-1]
     rise = 1 - np.exp(-x / rng.uniform(0.15, 0.5)) if family.shape == "exponential" else x**0.7
     lengths = rng.uniform(150, 300) * (1 + rng.uniform(-0.15, 0.2) * x)
     accuracy = 0.2 + 0.5 * rise

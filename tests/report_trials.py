@@ -16,7 +16,8 @@ from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
 
 Generator = np.random.Generator
-LEAST_ONSET, ONSET_SHARE = 10, 0.02
+LEAST_ONSET = 10
+ONSET_SHARE = 0.02
 """An onset is right within so many steps, this share of the run, or one logged point of its
 metric.
 """
@@ -76,7 +77,8 @@ def _since(curves: Curves, at: int) -> np.ndarray:
 
 
 def _diverge(curves: Curves, at: int, rng: Generator) -> None:
-    since, height = _since(curves, at), rng.uniform(0.8, 2.5)
+    since = _since(curves, at)
+    height = rng.uniform(0.8, 2.5)
     forms = (
         height * since,
         np.expm1(np.log1p(height) * np.minimum(2 * since, 1)),
@@ -87,7 +89,8 @@ def _diverge(curves: Curves, at: int, rng: Generator) -> None:
 
 def _blow_up(curves: Curves, at: int, rng: Generator) -> None:
     """In the first points: a rate far too high."""
-    width, top = rng.integers(2, 15), rng.uniform(1.6, 3.5) * curves.columns["loss"][:5].mean()
+    width = rng.integers(2, 15)
+    top = rng.uniform(1.6, 3.5) * curves.columns["loss"][:5].mean()
     up = ((np.arange(len(curves.steps)) - at) / width).clip(0, 1)
     loss = curves.columns["loss"]
     noise = loss / np.convolve(np.pad(loss, 5, mode="edge"), np.ones(11) / 11, mode="valid")
@@ -97,7 +100,8 @@ def _blow_up(curves: Curves, at: int, rng: Generator) -> None:
 
 
 def _explode(curves: Curves, at: int, rng: Generator) -> None:
-    num_points, height = rng.integers(1, 12), rng.uniform(np.log(40), np.log(500))
+    num_points = rng.integers(1, 12)
+    height = rng.uniform(np.log(40), np.log(500))
     curves.columns["grad"][at : at + num_points] *= np.exp(height)
 
 
@@ -107,7 +111,8 @@ def _nan(curves: Curves, at: int, rng: Generator) -> None:
 
 
 def _spike(curves: Curves, at: int, rng: Generator) -> None:
-    num_points, height = rng.integers(1, 4), rng.uniform(2.5, 8)
+    num_points = rng.integers(1, 4)
+    height = rng.uniform(2.5, 8)
     curves.columns["loss"][at : at + num_points] *= height
     if "grad" in curves.columns:
         curves.columns["grad"][at : at + num_points] *= height**2
@@ -174,7 +179,8 @@ def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
     """A result falls back to where it began, or below, within a short time."""
 
     def put(curves: Curves, at: int, rng: Generator) -> None:
-        values, places = curves.columns[role], curves.at(role)
+        values = curves.columns[role]
+        places = curves.at(role)
         start = int(np.searchsorted(places, curves.steps[at]))
         since = (np.arange(len(values)) - start).clip(0) / max(
             1.0, rng.uniform(0.01, 0.1) * len(values)
@@ -235,7 +241,9 @@ def _equal_rewards(curves: Curves, at: int, rng: Generator) -> None:
         curves.columns[role][:] = np.abs(rng.normal(0, 1e-3, len(curves.steps)))
 
 
-SFT, RL, BOTH = ("sft",), ("grpo",), ("sft", "grpo")
+SFT = ("sft",)
+RL = ("grpo",)
+BOTH = ("sft", "grpo")
 CONTROLLED = ("controller",)
 FAULTS = (
     Fault("divergence", "loss", "loss_diverging", _diverge),
@@ -288,7 +296,8 @@ def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
     place = FAMILIES.index(family)
     number = place + (place >= UNUSED_NUMBER)
     rng = np.random.default_rng([seed, number, FAULTS.index(fault) if fault else len(FAULTS)])
-    curves, onset = family.healthy(rng, least_points=fault.least_points if fault else 300), 0
+    curves = family.healthy(rng, least_points=fault.least_points if fault else 300)
+    onset = 0
     if fault is not None:
         at = int(rng.uniform(*fault.places) * len(curves.steps))
         onset = int(curves.steps[at])

@@ -9,7 +9,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + ' says ' + m.content + '<|im_end|>' }}{% "
     "endfor %}{% if add_generation_prompt %}<|im_start|>assistant says {% endif %}"
 )
-NUM_CHATS, NUM_ANSWERS = 12, 8
+NUM_CHATS = 12
+NUM_ANSWERS = 8
 
 
 def write_sources(directory: Path) -> None:

@@ -25,7 +25,8 @@ from result_table import ResultTable
 LIMITS = {"loss error": 1e-6, "norm error": 1e-5, "gradient error": 1e-5}
 PLACES = ("1 rank", f"{NUM_RANKS} ranks")
 LOOPED = ", looped:"
-TRIED_WITHIN_S, STARTED_WITHIN_S = 60.0, 60.0
+TRIED_WITHIN_S = 60.0
+STARTED_WITHIN_S = 60.0
 
 
 def try_all(world: Any, root: Path, names: list[str]) -> list[dict[str, Any]]:

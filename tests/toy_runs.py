@@ -199,7 +199,8 @@ def run(
     if start.checkpoint is not None:
         checkpoints.load(start.checkpoint)
         checkpoints.settle(start.checkpoint.step, parts.guard.history)
-    loaded, loaded_moments = full_parameters(model), moments_of(parts)
+    loaded = full_parameters(model)
+    loaded_moments = moments_of(parts)
     recorder = Tracer(run_dir / TRACE, parts) if recipe.has_trace and world.is_main else Recorder()
     parts.checkpoints, parts.tracking = checkpoints, recorder  # type: ignore[assignment]
     with patch.object(step, "local_square_sum", gradient_sum):

@@ -16,7 +16,8 @@ def per_document(
     module, query, key, value, attention_mask, *, scaling=None, lengths=None, **kwargs
 ):  # type: ignore[no-untyped-def]
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    key = key.repeat_interleave(groups, dim=1)
+    value = value.repeat_interleave(groups, dim=1)
     documents = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     outputs = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)

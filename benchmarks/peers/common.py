@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
-LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM, BATCH = 1e-3, (0.9, 0.95), 1e-8, 0.01, 1.0, 32
+LR = 1e-3
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.01
+MAX_NORM = 1.0
+BATCH = 32
 
 
 def arguments() -> argparse.Namespace:
@@ -36,7 +41,8 @@ def read_samples(case: Path, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """
     data = np.load(case / "samples.npz")
     bounds = data["offsets"][: count + 1]
-    ids, mask = data["input_ids"], data["loss_mask"]
+    ids = data["input_ids"]
+    mask = data["loss_mask"]
     return [(ids[a:b], mask[a:b]) for a, b in itertools.pairwise(bounds)]
 
 

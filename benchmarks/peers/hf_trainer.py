@@ -28,7 +28,8 @@ class StepReport(TrainerCallback):
     """Token counts come from the case; the loss is the one the trainer logs."""
 
     def __init__(self, report: Report, num_tokens: list[int]) -> None:
-        self.report, self.num_tokens = report, num_tokens
+        self.report = report
+        self.num_tokens = num_tokens
 
     def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
         if logs and "loss" in logs and state.is_world_process_zero:

@@ -20,7 +20,8 @@ from trainer.config import Config, OptimGroup, SourceConfig, keys_of
 from trainer.config.keys import declared
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHEET, PAGE = REPOSITORY / "conf/sft.yaml", REPOSITORY / "docs/config.md"
+SHEET = REPOSITORY / "conf/sft.yaml"
+PAGE = REPOSITORY / "docs/config.md"
 SCHEMA = REPOSITORY / "conf/sft.schema.json"
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
@@ -31,7 +32,8 @@ HEAD = """\
 # Every key, with its default. Override on the command line: bash run_sft.sh 8 data.max_length=4096 optim.lr=2e-5
 # experiment=NAME loads conf/experiment/NAME.yaml over this file.
 """
-COLUMN, WIDTH = 33, 120
+COLUMN = 33
+WIDTH = 120
 """Where a comment starts, and where a line ends."""
 _NAMED = re.compile(r"(?<![\w/.])(?:data|model|optim|trainer)\.[a-z][a-z0-9_.]*[a-z]")
 
@@ -86,7 +88,8 @@ def _schema_of(cls: type) -> dict[str, Any]:
 
 def _kinds_of(hint: Any, allowed: list[str]) -> list[dict[str, Any]]:
     """Return the JSON schemas of the values that a key of this Python type takes."""
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if origin in (Union, types.UnionType):
         return [kind for each in inner for kind in _kinds_of(each, allowed)]
     if is_dataclass(hint):
@@ -137,8 +140,10 @@ def _in_table(text: str) -> str:
 def with_tables(page: str) -> str:
     """The page with the tables between their marks written again."""
     for name, cls in TABLES.items():
-        start, end = f"<!-- {name}: start -->", f"<!-- {name}: end -->"
-        before, after = page.split(start)[0], page.split(end)[1]
+        start = f"<!-- {name}: start -->"
+        end = f"<!-- {name}: end -->"
+        before = page.split(start)[0]
+        after = page.split(end)[1]
         page = f"{before}{start}\n{table(cls)}\n{end}{after}"
     return page
 

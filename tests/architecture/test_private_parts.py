@@ -67,7 +67,8 @@ def uses() -> set[str]:
     """Return private modules and names of libraries that the code imports or uses."""
     paths = (REPOSITORY / "trainer").rglob("*.py")
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8")))]
-    own, found = set(), set()
+    own = set()
+    found = set()
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)

@@ -82,7 +82,8 @@ class Steps:
     """Replaces `local_square_sum`: counts the steps, and acts in each before the ranks reduce."""
 
     def __init__(self, act: Callable[[int], None] = lambda step: None) -> None:
-        self.num_begun, self._act = 0, act
+        self.num_begun = 0
+        self._act = act
 
     def __call__(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
         self.num_begun += 1
@@ -92,10 +93,12 @@ class Steps:
 
 def train_ahead_of_the_writer(world: World, run_dir: Path, source: Any) -> list[int]:
     """Write no snapshot before training has changed the state twice. Return the steps begun then."""
-    steps, begun = Steps(), []
+    steps = Steps()
+    begun = []
 
     def wait() -> None:
-        save_step, until = steps.num_begun, time.monotonic() + GIVEN_UP_S
+        save_step = steps.num_begun
+        until = time.monotonic() + GIVEN_UP_S
         while steps.num_begun < save_step // 2 * 2 + 2:
             assert time.monotonic() < until, "training waits for a save behind it"
             time.sleep(0.002)

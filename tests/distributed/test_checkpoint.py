@@ -38,7 +38,8 @@ def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
 
 @pytest.mark.covers("S3.16", "S3.17", "S3.18", "S3.19", "S3.20", "S3.21", "S3.22", "S3.23", "S3.52")
 def test_layout_manifest_and_export(straight, source):
-    run_dir, parameters = straight[0], straight[1].parameters
+    run_dir = straight[0]
+    parameters = straight[1].parameters
     step_dir = run_dir / "global_step_6"
     ours = {path.name for path in step_dir.iterdir() if not path.name.startswith(".")}
     ranks = [

@@ -20,7 +20,8 @@ EVALUATE = ("--score", "exact", "--watch", "--max-new-tokens", "4", "--name", "w
 
 def test_a_run_that_is_scored_beside_computes_and_writes_the_same(tmp_path, monkeypatch, capsys):
     words = (*whole_runs.tiny_model(tmp_path), *WORDS, "trainer.max_ckpt_to_keep=1")
-    alone, beside = tmp_path / "alone", tmp_path / "beside"
+    alone = tmp_path / "alone"
+    beside = tmp_path / "beside"
     whole_runs.train(alone, 1, *words)
     monkeypatch.setattr(command, "POLL_S", 0.1)
     codes: list[int] = []

@@ -86,7 +86,8 @@ def test_any_optimizer_dtype_and_choice_of_parameters_is_trained_alike(source):
 )
 def test_a_checkpoint_does_not_depend_on_the_size(source, tmp_path, first, then):
     """`first` and `then`: numbers of ranks and of ranks that hold all experts."""
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
     expected: Result = run_ranks(run, first[0], whole, source, RECIPE, expert_size=first[1])[0]
     begun(whole, resumed, 2)
     found: Result = run_ranks(run, then[0], resumed, source, RECIPE, expert_size=then[1])[0]

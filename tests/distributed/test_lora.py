@@ -137,7 +137,8 @@ def assert_begins_with(root: Path, model: Path, adapter: Path) -> None:
 
 
 def test_an_export_afterwards_is_that_of_the_save(straight, root, tmp_path):
-    checkpoint, moved = straight["lora 1"] / "global_step_4", tmp_path / "moved"
+    checkpoint = straight["lora 1"] / "global_step_4"
+    moved = tmp_path / "moved"
     other = straight["lora 2"] / "global_step_4"
     export_from_shards(checkpoint, tmp_path / "merged", dtype="float32")
     export_from_shards(other, tmp_path / "adapter", dtype="float32", lora="adapter")
@@ -230,7 +231,8 @@ EXPERTS = "model.target_modules=[o_proj,experts.gate_up_proj,experts.down_proj]"
 
 def test_experts_are_adapted_resumed_and_exported_for_peft(tmp_path):
     prepare(tmp_path, "qwen3_moe")
-    model, lora = tmp_path / "model", ("model.lora_rank=4", EXPERTS)
+    model = tmp_path / "model"
+    lora = ("model.lora_rank=4", EXPERTS)
     assert interrupted_run(tmp_path, model, *lora) == []
 
     alone = tmp_path / "killed" / "global_step_6" / "huggingface"
@@ -250,7 +252,8 @@ def assert_merged_as_by_peft(model: Path, adapter: Path, merged: Path) -> None:
     """The export has the tensors of the base model's files, with the values of peft's own merge."""
     has_parts = "vision_config" in (model / "config.json").read_text(encoding="utf-8")
     loader: Any = AutoModelForMultimodalLM if has_parts else AutoModelForCausalLM
-    base, ours = tensors_in(model), tensors_in(merged)
+    base = tensors_in(model)
+    ours = tensors_in(merged)
     assert base.keys() == ours.keys()
     changed = set(differing(base, ours))
     assert any("experts" in name for name in changed) and changed != base.keys()
@@ -303,7 +306,8 @@ def test_modules_trained_in_full_are_resumed_and_exported_for_peft(tmp_path, fam
     lora = ("model.lora_rank=4", "model.modules_to_save=[embed_tokens,lm_head]")
     assert interrupted_run(tmp_path, model, *lora) == []
 
-    alone, merged = tmp_path / "killed" / "global_step_6" / "huggingface", tmp_path / "merged"
+    alone = tmp_path / "killed" / "global_step_6" / "huggingface"
+    merged = tmp_path / "merged"
     loader = AutoModelForCausalLM if family == "qwen3" else AutoModelForMultimodalLM
     in_peft, stored = loaded_by_peft(loader.from_pretrained(model, dtype=torch.float32), alone)
     ends = {name for name in stored if ".lora_" not in name}
@@ -319,7 +323,8 @@ def test_modules_trained_in_full_are_resumed_and_exported_for_peft(tmp_path, fam
 
 def test_a_run_on_nf4_weights_is_resumed_and_never_continued_on_plain_ones(tmp_path):
     prepare(tmp_path, "qwen3")  # samples and tokenizer
-    model, lora = tmp_path / "model", ("model.lora_rank=4", "model.load_in_4bit=true")
+    model = tmp_path / "model"
+    lora = ("model.lora_rank=4", "model.load_in_4bit=true")
     save_model(model, "qwen3", hidden_size=64, intermediate_size=128)
     assert interrupted_run(tmp_path, model, *lora) == []
     words = (*words_of_run(tmp_path, model), "model.lora_rank=4")
@@ -332,7 +337,8 @@ def spoil_a_gradient() -> None:
     from trainer.train import guard, step
 
     guard.NONFINITE_LIMITS = ((1, 1),)
-    whole, calls = step.local_square_sum, iter(range(1, 100))
+    whole = step.local_square_sum
+    calls = iter(range(1, 100))
 
     def spoiled(parameters: Any) -> Any:
         found = whole(parameters)

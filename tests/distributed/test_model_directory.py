@@ -130,7 +130,8 @@ def undisturbed(
 @pytest.mark.parametrize(("kind", "change", "step"), CASES)
 def test_exports_are_those_of_an_undisturbed_run(undisturbed, tmp_path, kind, change, step):
     root, expected = undisturbed[kind]
-    model, run_dir = root / "model", tmp_path / "run"
+    model = root / "model"
+    run_dir = tmp_path / "run"
     shutil.rmtree(model, ignore_errors=True)
     shutil.copytree(root / "kept", model)
     before = partial(disturb_in, step, CHANGES[change], model)
@@ -161,7 +162,8 @@ def change_while_starting(change: Callable[[Path], None], model: Path) -> None:
 )
 def test_files_that_change_while_the_run_starts_are_refused(tmp_path, change, name):
     write_model(tmp_path, "text")
-    model, run_dir = tmp_path / "model", tmp_path / "run"
+    model = tmp_path / "model"
+    run_dir = tmp_path / "run"
     before = partial(change_while_starting, change, model)
     output = train(run_dir, 2, *words_of(tmp_path, "text"), code=2, before=before)
     assert re.search(f"'{model}' changed while this run read them: .*{name}", output), output

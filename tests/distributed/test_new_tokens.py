@@ -20,7 +20,8 @@ from trainer.model import new_tokens
 from trainer.model.pretrained import ModelSource
 from trainer.quickstart import MODEL_DIR
 
-TURN, OVER = "<|turn|>", "<|over|>"
+TURN = "<|turn|>"
+OVER = "<|over|>"
 TEMPLATE = (
     "{% for message in messages %}<|turn|>{{ message.role }}\n{{ message.content }}<|over|>\n{% "
     "endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
@@ -57,10 +58,12 @@ def test_rows_of_new_tokens_are_near_the_mean_and_equal_on_any_number_of_ranks(t
     path, ids = new_tokens.extended(str(source), [TURN, OVER], tmp_path / "cache")
     first = run_ranks(loaded, 1, path, ids)[0]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        old, new = stored[name], first[name]
+        old = stored[name]
+        new = first[name]
         assert len(new) % 64 == 0 and num_rows < max(ids.values()) + 1 <= len(new) < num_rows + 128
         assert torch.equal(new[:num_rows], old)
-        spread, rows = old.std(0), new[num_rows:]
+        spread = old.std(0)
+        rows = new[num_rows:]
         assert float(((rows - old.mean(0)) / spread).abs().max()) < 0.5
         assert len(rows.unique(dim=0)) == len(rows), "no two rows are alike"
     for world_size in (2, 4):
@@ -78,7 +81,8 @@ def test_rows_that_the_vocabulary_has_to_spare_are_taken_first(tmp_path):
     assert after.shape == before.shape and number < 4224
     changed = [row for row in range(4224) if not torch.equal(after[row], before[row])]
     assert changed == [number]
-    trained, spread = before[:number], before[:number].std(0)
+    trained = before[:number]
+    spread = before[:number].std(0)
     assert float(((after[number] - trained.mean(0)) / spread).abs().max()) < 0.5
 
 

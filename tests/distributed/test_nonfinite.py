@@ -27,7 +27,8 @@ def train_poisoned(
     model = build_toy_model(world, source)
     parts = toy_run(world, model, ToySamples(), total_steps=total_steps)
     history = []
-    plain, step = model.forward, 0
+    plain = model.forward
+    step = 0
 
     def forward(batch: Any) -> LossOutput:
         output = plain(batch)

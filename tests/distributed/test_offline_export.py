@@ -42,7 +42,8 @@ def source(tmp_path_factory):  # type: ignore[no-untyped-def]
 @pytest.fixture(scope="module")
 def trained(source, tmp_path_factory):  # type: ignore[no-untyped-def]
     """{case: (run directory, result of rank 0)}; each has checkpoints of steps 1 and 2."""
-    root, recipe = tmp_path_factory.mktemp("trained"), Recipe(total_steps=2, save_freq=1)
+    root = tmp_path_factory.mktemp("trained")
+    recipe = Recipe(total_steps=2, save_freq=1)
     plain = run_ranks(run, 2, root / "plain", source, recipe)[0]
     hsdp = run_ranks(run, 4, root / "hsdp", source, recipe, fsdp_size=2)[0]
     return {"plain": (root / "plain", plain), "hsdp": (root / "hsdp", hsdp)}

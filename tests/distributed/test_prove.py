@@ -23,7 +23,8 @@ from trainer.tools.evaluate.prove import Certificate, prove_serving
 from trainer.tools.report.readers import read_run
 
 STEP = "global_step_4"
-MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+MODEL = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 LAYER = "model.layers.0.self_attn"
 
 

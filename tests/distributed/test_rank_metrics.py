@@ -144,7 +144,9 @@ def train_noting_norms(
 
 def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(tmp_path):
     """On one rank, sharded over two, and replicated on two."""
-    source, key, told = write_model_config(tmp_path), "optim/grad_norm/", []
+    source = write_model_config(tmp_path)
+    key = "optim/grad_norm/"
+    told = []
     for num_ranks, fsdp_size in ((1, -1), (2, -1), (2, 1)):
         grad_norms, weight_norm, (first, second, third) = run_ranks(
             train_noting_norms, num_ranks, source, fsdp_size=fsdp_size

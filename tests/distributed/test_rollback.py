@@ -24,7 +24,9 @@ from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
 from trainer.train.guard import Guard
 
-BAD_STEP, NUM_STEPS, BATCH_SIZE = 205, 260, 8
+BAD_STEP = 205
+NUM_STEPS = 260
+BATCH_SIZE = 8
 TARGET_STEP = 180
 """The newest checkpoint of those every 20 steps that is 16 steps older."""
 BEGUN = 200

@@ -122,7 +122,8 @@ def save_around_a_stop(
 )
 def test_a_rank_that_stands_still_costs_one_save_and_is_named(source, tmp_path, async_save, label):
     """When it continues, it learns that its save was given up, and the next one is good."""
-    run_dir, notes = tmp_path / "run", tmp_path / "notes"
+    run_dir = tmp_path / "run"
+    notes = tmp_path / "notes"
     notes.mkdir()
     recipe = Recipe(async_save=async_save, save_timeout_s=SAVE_TIMEOUT_S)
     arguments = (run_dir, source, recipe, 1, label, notes, GRACE_S)
@@ -147,7 +148,8 @@ def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
     source, tmp_path, async_save
 ):
     """Only the main rank knows whether there is a checkpoint: the others end resumable."""
-    run_dir, notes = tmp_path / "run", tmp_path / "notes"
+    run_dir = tmp_path / "run"
+    notes = tmp_path / "notes"
     notes.mkdir()
     recipe = Recipe(async_save=async_save, save_timeout_s=SAVE_TIMEOUT_S)
     arguments = (run_dir, source, recipe, 0, "phase commit.begin", notes, SHORT_GRACE_S)

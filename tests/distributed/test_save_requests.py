@@ -49,7 +49,8 @@ def saved_steps(run_dir: Path) -> list[int]:
 @pytest.mark.parametrize("is_async", ["true", "false"])
 def test_the_file_save_asks_once_and_changes_nothing_else(tmp_path, words, is_async):
     words = (*words, f"trainer.checkpoint.async_save={is_async}")
-    straight, asked = tmp_path / "straight", tmp_path / "asked"
+    straight = tmp_path / "straight"
+    asked = tmp_path / "asked"
     train(straight, 2, *words)
     train(asked, 2, *words, before=partial(ask_in_step, 3, asked))
     assert saved_steps(straight) == [STEPS] and saved_steps(asked) == [3, STEPS]

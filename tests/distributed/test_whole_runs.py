@@ -37,7 +37,8 @@ def test_an_export_afterwards_needs_the_checkpoint_alone(source, tmp_path):
     saved = run_ranks(run, 2, tmp_path / "bare", own, NO_WEIGHTS)[0]
     run_ranks(run, 2, tmp_path / "run", own, ONE_STEP)
     shutil.rmtree(own.path)
-    bare, checkpoint = tmp_path / "bare" / "global_step_1", tmp_path / "run" / "global_step_1"
+    bare = tmp_path / "bare" / "global_step_1"
+    checkpoint = tmp_path / "run" / "global_step_1"
     manifest = layout.inspect(bare).manifest
     assert manifest is not None and manifest.num_passed_through == len(whole.others)
     assert f"huggingface/{OTHER_PARTS}" in {record.path for record in manifest.files}

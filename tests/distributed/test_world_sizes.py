@@ -48,7 +48,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def saved(source: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Result]:
     """{run directory: the state at step 6}, with checkpoints of steps 2, 4, 6."""
-    root, found = tmp_path_factory.mktemp("saved"), {}
+    root = tmp_path_factory.mktemp("saved")
+    found = {}
     for size, fsdp_size in MESHES:
         run_dir = root / f"{size} by {fsdp_size}"
         found[run_dir] = run_ranks(run, size, run_dir, source, Recipe(), fsdp_size=fsdp_size)[0]
@@ -63,7 +64,8 @@ def load_all(
     for run_dir in run_dirs:
         info = layout.inspect(run_dir / "global_step_6")
         assert info.manifest is not None
-        model, start = build_toy_model(world, source), info.manifest.position
+        model = build_toy_model(world, source)
+        start = info.manifest.position
         parts = toy_run(world, model, ToySamples(), total_steps=6, start=start)
         manager = checkpoint_manager(world, run_dir.parent / "elsewhere", source, parts, Recipe())
         manager.load(info)

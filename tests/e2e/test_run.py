@@ -146,7 +146,8 @@ def test_continue_on_other_ranks(straight, killed, cache, tmp_path):
 def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
     """One run stopped by a signal, and by SIGTERM to one rank alone, then left in peace."""
     words = (cache, *SMALL, "trainer.save_freq=-1")
-    run_dir, saved = run_dir_of(tmp_path), 0
+    run_dir = run_dir_of(tmp_path)
+    saved = 0
     for number in short_or_full((signal.SIGINT, None), full=(signal.SIGINT, signal.SIGUSR1, None)):
         with started(tmp_path, 2, *words) as process:
             wait_for_step(run_dir, saved + 1, process)
@@ -242,7 +243,8 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
     export = run_dir / "global_step_4" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(export)
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for chat in messages:
         encoded = tokenizer.apply_chat_template(
             chat, return_dict=True, return_assistant_tokens_mask=True

@@ -224,7 +224,8 @@ def test_export_generates_in_vllm(jobs, served):
     """vLLM's greedy answer in bf16 equals transformers' for the tokens that a short training
     made certain.
     """
-    export, theirs = jobs["quickstart"]["model"], served["quickstart"]
+    export = jobs["quickstart"]["model"]
+    theirs = served["quickstart"]
     tokenizer = AutoTokenizer.from_pretrained(export)
     model = AutoModelForCausalLM.from_pretrained(export)
     chat = [{"role": "user", "content": QUESTION}]
@@ -265,7 +266,8 @@ def is_solved(completion: str, check: str) -> bool:
 def test_the_export_of_a_family_gives_a_text_the_probability_it_has_in_transformers(
     jobs, served, name
 ):
-    export, ids = jobs[name]["model"], jobs[name]["ids"]
+    export = jobs[name]["model"]
+    ids = jobs[name]["ids"]
     auto: Any = AutoModelForMultimodalLM if name == WHOLE else AutoModelForCausalLM
     expected, before = (
         log_prob(auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"), ids)

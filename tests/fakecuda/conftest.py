@@ -22,7 +22,8 @@ def fake_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
     if shutil.which("g++") is None:
         pytest.skip("no g++ to build the fake device with")
     directory = tmp_path_factory.mktemp("fake_cuda")
-    library, errors = fake_cuda.build(directory), directory / "stderr"
+    library = fake_cuda.build(directory)
+    errors = directory / "stderr"
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
     with (
         open(errors, "w") as stderr,

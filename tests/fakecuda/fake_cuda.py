@@ -75,7 +75,8 @@ def build(target: Path) -> Path:
 
 
 def called(name: str, subject: int | None = None) -> None:
-    device, stream = getattr(_threads, "device", None), getattr(_threads, "stream", DEFAULT)
+    device = getattr(_threads, "device", None)
+    stream = getattr(_threads, "stream", DEFAULT)
     CALLS.append(Call(name, threading.current_thread().name, device, stream.number, subject))
 
 

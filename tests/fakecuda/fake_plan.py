@@ -45,7 +45,8 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def _on_fake_cuda(case: Case) -> Iterator[None]:
-    plain_parallelize, plain_materialize = parallelize.parallelize, load.materialize
+    plain_parallelize = parallelize.parallelize
+    plain_materialize = load.materialize
 
     @contextmanager
     def world(job: Any) -> Iterator[World]:

@@ -123,7 +123,8 @@ def fake_run(case: Case, directory: Path) -> Iterator[tuple[Run, FakeTensorMode,
     )
     config = case.model_config
     design = assemble.design_model(config, source, max_length=64)
-    model, is_packed = design.model, design.reason is None
+    model = design.model
+    is_packed = design.reason is None
     with fake_world(case) as world, _compiled_without_code():
         with on_meta_device():
             parallelize.parallelize(model, config, world)
@@ -135,7 +136,8 @@ def fake_run(case: Case, directory: Path) -> Iterator[tuple[Run, FakeTensorMode,
                 torch.device("cpu") if case.offload else world.device,
                 buffer_device=world.device,
             )
-            samples, optim = ToySamples(), {"name": case.optimizer, "state_dtype": case.kept}
+            samples = ToySamples()
+            optim = {"name": case.optimizer, "state_dtype": case.kept}
             run = toy_run(world, model, samples, total_steps=60, optim=optim)
         if case.reads_the_loss:
             _read_every_loss(model)

@@ -45,7 +45,8 @@ class Watch(TorchDispatchMode):
     def __init__(self, *, answer: Callable[[str], float] | None = None) -> None:
         """`answer`: what the host reads at a place; None: a fake tensor has nothing to tell."""
         super().__init__()
-        self._answer, self.phase = answer, ""
+        self._answer = answer
+        self.phase = ""
         self.operations: Counter[str] = Counter()
         self.num_kernels = 0
         self.reads: Counter[str] = Counter()
@@ -58,7 +59,8 @@ class Watch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = str(func), kwargs or {}
+        name = str(func)
+        kwargs = kwargs or {}
         is_mask = name == "aten.index.Tensor" and any(
             i is not None and i.dtype == torch.bool for i in args[1]
         )
@@ -91,10 +93,13 @@ class Watch(TorchDispatchMode):
         self, name: str, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
         if name == "aten.copy_.default":
-            source, target = args[1], args[0]
+            source = args[1]
+            target = args[0]
             is_async = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         else:
-            source, target, is_async = inputs[0], outputs[0], bool(kwargs.get("non_blocking"))
+            source = inputs[0]
+            target = outputs[0]
+            is_async = bool(kwargs.get("non_blocking"))
         if {source.device.type, target.device.type} == {"cpu", "cuda"}:
             host = source if source.device.type == "cpu" else target
             if name == "aten._to_copy.default" and host is target and is_async:
@@ -159,7 +164,8 @@ def _is_group(leaf: torch.ScriptObject) -> bool:
 
 def _where() -> str:
     """The innermost lines of the trainer that led here."""
-    frame, found = sys._getframe(2), list[str]()
+    frame = sys._getframe(2)
+    found = list[str]()
     while frame is not None and len(found) < 2:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(REPOSITORY / "trainer"):

@@ -85,7 +85,8 @@ class Phases(Heartbeat):
     """What is noted is noted by phase: `train 3` is the third step that is run."""
 
     def __init__(self, watch: Watch) -> None:
-        self._watch, self._counts = watch, Counter[str]()
+        self._watch = watch
+        self._counts = Counter[str]()
         super().__init__()
 
     def enter(self, phase: str, *, limit_s: float | None) -> None:
@@ -114,7 +115,8 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     """The quickstart with two layers: a save behind every other step, a validation and a
     required save at the end.
     """
-    config, run_dir = load_config(_words(case, directory)), directory / "run"
+    config = load_config(_words(case, directory))
+    run_dir = directory / "run"
     environment = {"RANK": "0", "LOCAL_RANK": str(LOCAL_RANK), "WORLD_SIZE": str(case.num_ranks)}
     watch = Watch(answer=lambda where: answer(where, case.num_ranks))
     heartbeat = Phases(watch)
@@ -192,7 +194,8 @@ def _reader(case: Case, heartbeat: Heartbeat) -> Callable[..., Totals]:
 
 @contextmanager
 def _other_ranks(num_ranks: int, run_dir: Path) -> Iterator[None]:
-    plain, others = dist.init_process_group, range(1, num_ranks)
+    plain = dist.init_process_group
+    others = range(1, num_ranks)
 
     def start(backend: str, **options: Any) -> None:
         plain("fake", **options | {"store": dist.HashStore()})

@@ -112,7 +112,8 @@ def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps):
             )
         ):
             moved[copy["way"]] += copy["bytes"]
-    once, layers = step["num_micro_batches"] * 4 // 8, sum(step["layer_numels"])
+    once = step["num_micro_batches"] * 4 // 8
+    layers = sum(step["layer_numels"])
     assert moved == {
         "cpu to cuda": once * (step["num_parameters"] + layers),
         "cuda to cpu": once * step["num_parameters"],
@@ -121,7 +122,8 @@ def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps):
 
 def test_each_matrix_of_muon_is_computed_by_one_rank(steps):
     """14 matrices on 8 ranks take two rounds; a matrix takes five iterations of three products."""
-    plain, muon = steps("qwen3"), steps("muon")
+    plain = steps("qwen3")
+    muon = steps("muon")
     num_products = muon["operations"]["aten.mm.default"] - plain["operations"]["aten.mm.default"]
     assert num_products == 2 * 5 * 3
     exchanges = collectives(muon, "alltoall_base", ranks=8, dtype="float32")
@@ -174,7 +176,8 @@ def test_each_micro_batch_moves_what_was_computed_by_hand(steps, name):
     those of the toy models: every size divides by 8 ranks.
     """
     step = steps(name)
-    layers, rest = step["layer_numels"], step["num_parameters"] - sum(step["layer_numels"])
+    layers = step["layer_numels"]
+    rest = step["num_parameters"] - sum(step["layer_numels"])
     num_calls = step["operations"]["torch_attn._varlen_attn.default"]
     assert num_calls == step["num_micro_batches"] * len(layers) * (1 + (name == "recompute")), (
         "a mask over the whole batch would give the same numbers"
@@ -187,8 +190,10 @@ def test_each_micro_batch_moves_what_was_computed_by_hand(steps, name):
 
 def test_nf4_weights_are_gathered_in_the_bytes_that_hold_them(steps):
     """4.5 bits each, for the forward and again for the backward pass; all else in bfloat16."""
-    plain, step = steps("lora"), steps("nf4")
-    num_all, num_kept = sum(plain["layer_numels"]), sum(step["layer_numels"])
+    plain = steps("lora")
+    step = steps("nf4")
+    num_all = sum(plain["layer_numels"])
+    num_kept = sum(step["layer_numels"])
     num_nf4 = (num_all - num_kept) * 16 // 7
     rest = step["num_parameters"] - num_kept
     sizes = {"uint8": 1, "bfloat16": 2}
@@ -210,8 +215,13 @@ def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
     positions and its share of heads; the backward pass their gradients, the other way round. Each
     key head is sent twice where there are four ranks. What is computed again is exchanged again.
     """
-    step, heads, head_size, num_layers = steps(name), 4, 64, len(steps(name)["layer_numels"])
-    found, keys, expected = collectives(step, "all_to_all_single"), 2 * max(2, size), 0
+    step = steps(name)
+    heads = 4
+    head_size = 64
+    num_layers = len(steps(name)["layer_numels"])
+    found = collectives(step, "all_to_all_single")
+    keys = 2 * max(2, size)
+    expected = 0
     for num_own, num_tokens in zip(step["num_tokens"], SHARED_TOKENS, strict=True):
         there = num_own * (heads + keys) * head_size + num_tokens * heads // size * head_size
         back = num_tokens * (heads + keys) // size * head_size + num_own * heads * head_size
@@ -258,7 +268,8 @@ def test_one_rank_does_not_divide_its_gradients_by_one(steps):
 @pytest.mark.parametrize(("model_type", "budget"), [("qwen3", 89.5), ("llama", 84.5)])
 def test_kernels_of_a_layer_stay_within_their_budget(steps, model_type, budget):
     """Forward and backward, uncompiled. Torch's kernels for norms took 72 and 34 away."""
-    more, less = steps(f"{model_type}, three layers"), steps(model_type)
+    more = steps(f"{model_type}, three layers")
+    less = steps(model_type)
     assert (more["num_kernels"] - less["num_kernels"]) / 2 <= budget
 
 
@@ -274,7 +285,8 @@ def test_a_plan_on_cpu_tensors_is_that_of_cuda_tensors(fake_runs, name):
     """In every phase, except for the batch itself."""
     case = PLANS[name]
     plan = fake_runs(kind="plan", **case)
-    pretended, found = plan["pretended"], plan["found"]
+    pretended = plan["pretended"]
+    found = plan["found"]
     batch_bytes = 3 * 8 * 512 * case.get("sequence_size", 1)
     assert pretended.keys() == found.keys() and len(found) > 8
     for phase, held in pretended.items():

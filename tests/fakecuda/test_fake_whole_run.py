@@ -16,7 +16,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "replicas": {"num_ranks": 32, "fsdp_size": 8},
     "documents shared, a rollback": {"sequence_size": 2, "trouble_at": 4},
 }
-EMBEDDINGS, LAYER, NUM_LAYERS, NUM_TENSORS = 4096 * 128, 201_344, 2, 26
+EMBEDDINGS = 4096 * 128
+LAYER = 201_344
+NUM_LAYERS = 2
+NUM_TENSORS = 26
 """Of the quickstart's model with two layers: hidden 128, ffn 352, 4 heads and 4 key heads of 32
 with biases, tied.
 """
@@ -98,7 +101,8 @@ def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs, name):
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_add_up_one_vector_of_numbers_a_step_and_one_number_a_save(runs, name):
     """What else they exchange in a step: test_fake_step.py."""
-    run, num_ranks = runs(name), RUNS[name].get("num_ranks", 8)
+    run = runs(name)
+    num_ranks = RUNS[name].get("num_ranks", 8)
     for phase, number in (("train", num_steps(name)), ("save", 2)):
         sums = [c for c in noted(run, "collectives", phase) if c["dtype"] == "float64"]
         assert [(c["kind"], c["ranks"]) for c in sums] == [("allreduce", num_ranks)] * number
@@ -151,7 +155,8 @@ def test_a_snapshot_follows_its_step_and_the_next_update_follows_the_snapshot(ru
     stream = next(call["stream"] for call in calls if call["name"] == "copy cuda to cpu")
     on_it = [call for call in calls if call["stream"] == stream]
     kinds = [call["name"] for call in on_it]
-    num_copies, first = kinds.count("copy cuda to cpu") // 2, kinds.index("copy cuda to cpu")
+    num_copies = kinds.count("copy cuda to cpu") // 2
+    first = kinds.index("copy cuda to cpu")
     copies = ["copy cuda to cpu"] * num_copies
     assert kinds[first - 1 :] == 2 * ["stream.wait_stream", *copies, "event.record"]
     waited_for = {call["subject"] for call in on_it if call["name"] == "stream.wait_stream"}

@@ -47,7 +47,8 @@ class Scene:
 
     def __init__(self, root: Path) -> None:
         self.source = odd_model(root / "model")
-        straight, self._prepared = root / "straight", root / "prepared"
+        straight = root / "straight"
+        self._prepared = root / "prepared"
         straight.mkdir()
         run_ranks(run, 2, straight, self.source, replace(RECIPE, keep=None))
         self._rows = {row["step"]: row for row in read_trace(straight)}
@@ -69,7 +70,8 @@ class Scene:
     def resume(self, run_dir: Path) -> list[str]:
         """Train to the end, as if nothing had happened, and with nothing left over."""
         run_ranks(run, 2, run_dir, self.source, RECIPE)
-        found, survey = self.diverged(run_dir), Survey.of(run_dir)
+        found = self.diverged(run_dir)
+        survey = Survey.of(run_dir)
         if {row["step"] for row in read_trace(run_dir)} != self._rows.keys():
             found.append("steps are missing in the trace after the resume")
         if survey != Survey(RECIPE.total_steps, (RECIPE.total_steps,)):
@@ -139,12 +141,15 @@ def message(stack: str) -> str:
 
 def run_cases(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     counts: collections.Counter[str] = collections.Counter()
-    scene, chance, faults = Scene(root), random.Random(arguments.seed), []
+    scene = Scene(root)
+    chance = random.Random(arguments.seed)
+    faults = []
     counted = scene.copy_to(root / "counted")
     results = run_ranks(train_with_failure, 2, counted, scene.source, 0, 0, is_lasting=False)
     num_allocations = results[0][1]
     for done in range(1, arguments.cases + 1):
-        rank, number = chance.randrange(2), chance.randint(1, num_allocations)
+        rank = chance.randrange(2)
+        number = chance.randint(1, num_allocations)
         is_lasting = chance.random() < 0.3
         case = scene.copy_to(root / "case")
         how, found = run_case(scene, case, rank, number, is_lasting=is_lasting)

@@ -107,7 +107,8 @@ class Promise:
 
     def broken_by(self, outcome: Outcome) -> str:
         """Return what is wrong with a start; empty if nothing is."""
-        step, promised = outcome.step, self.acknowledged
+        step = outcome.step
+        promised = self.acknowledged
         if outcome.error:
             return outcome.error
         if step in self.abandoned:
@@ -142,7 +143,9 @@ class Explorer:
         """If a cut has more than `max_combinations`, that many are drawn by `seed`."""
         self.stage = Stage(place)
         self.outcomes: dict[Tree, Outcome] = {}
-        self._is_whole, self._max_combinations, self._seed = is_whole, max_combinations, seed
+        self._is_whole = is_whole
+        self._max_combinations = max_combinations
+        self._seed = seed
 
     def explore(
         self, log: Sequence[Operation], start: Tree, root: Path, promise: Promise, *, first: int = 0
@@ -151,7 +154,9 @@ class Explorer:
 
         root: the directory of the log, which held `start`; promise: what held before the log.
         """
-        disk, report, chance = Disk(start, root), Report(), random.Random(self._seed)
+        disk = Disk(start, root)
+        report = Report()
+        chance = random.Random(self._seed)
         torn_before = set(self.outcome(start).torn)
         is_changed = True
         for cut, operation in enumerate([*log, None]):
@@ -159,7 +164,8 @@ class Explorer:
                 self._judge(disk, promise, report, chance, torn_before, f"{cut}: {operation}")
             if operation is not None:
                 disk.apply(operation)
-                before, promise = promise, promise.after(operation)
+                before = promise
+                promise = promise.after(operation)
                 is_changed = promise != before or operation.kind not in WITHOUT_EFFECT
         return report
 

@@ -100,16 +100,19 @@ class File:
     """`durable` bytes, and `pending` ones that are not synced yet."""
 
     def __init__(self, durable: bytes) -> None:
-        self.durable, self.pending = durable, b""
+        self.durable = durable
+        self.pending = b""
 
     def fsync(self) -> None:
-        self.durable, self.pending = self.durable + self.pending, b""
+        self.durable = self.durable + self.pending
+        self.pending = b""
 
     def variants(self) -> list[bytes]:
         """Return possible contents after a crash: pending bytes lost, cut, zeroed, or (last) whole."""
         if not self.pending:
             return [self.durable]
-        data, size = self.pending, len(self.pending)
+        data = self.pending
+        size = len(self.pending)
         ends = (b"", data[: size // 2], bytes(size), data)
         return list(dict.fromkeys(self.durable + end for end in ends))
 
@@ -132,7 +135,8 @@ class Directory:
     """`durable` entries, `pending` changes that are not synced yet, and the entries `now`."""
 
     def __init__(self, entries: "dict[str, Node]") -> None:
-        self.durable, self.now = dict(entries), dict(entries)
+        self.durable = dict(entries)
+        self.now = dict(entries)
         self.pending: list[Change] = []
 
     def change(self, change: Change) -> None:
@@ -140,7 +144,8 @@ class Directory:
         self.pending.append(change)
 
     def fsync(self) -> None:
-        self.durable, self.pending = dict(self.now), []
+        self.durable = dict(self.now)
+        self.pending = []
 
     def after(self, kept: Iterable[bool]) -> "dict[str, Node]":
         """Return the entries if only the `kept` ones of the pending changes reach the disk."""
@@ -159,11 +164,13 @@ class Disk:
 
     def __init__(self, start: Tree, root: Path) -> None:
         """`start` is durable; `root`: the directory in the paths of the operations."""
-        self._root, self._path = _node(start), root
+        self._root = _node(start)
+        self._path = root
 
     def apply(self, operation: Operation) -> None:
         """Raises `KeyError` or `ValueError` for an impossible operation: the log is not complete."""
-        path, kind = operation.path, operation.kind
+        path = operation.path
+        kind = operation.kind
         is_inside = path.is_relative_to(self._path) and (path != self._path or kind == "fsync_dir")
         if kind in WITHOUT_EFFECT or not is_inside:
             return
@@ -176,7 +183,8 @@ class Disk:
             node.fsync()
 
     def _change(self, operation: Operation, entries: "dict[str, Node]") -> Change:
-        path, target = operation.path, operation.target
+        path = operation.path
+        target = operation.target
         if (path.name in entries) == (operation.kind in ("create", "mkdir")):
             raise KeyError(f"{operation.kind} {path}")
         match operation.kind:

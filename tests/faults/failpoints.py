@@ -133,7 +133,9 @@ def _faults_of(failure: Failure, outcome: Outcome, after: Survey) -> list[str]:
     """Until it is durable under its name the save fails everywhere and older ones are unchanged;
     then it is saved.
     """
-    step, point, found = outcome.step, failure.point, list(after.broken)
+    step = outcome.step
+    point = failure.point
+    found = list(after.broken)
     if outcome.is_saved != point.is_after_commit:
         found.append(f"said of the save: {outcome}")
     has_name = point.is_after_commit or point.is_commit_sync

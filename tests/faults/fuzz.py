@@ -133,7 +133,8 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
     def mirror(data: bytes, directory: Path) -> None:
         """A mirror whose listing has a fuzzed name and a file of fuzzed bytes behind each name."""
         files = MemoryFileSystem()
-        files.store, files.pseudo_dirs = {}, [""]
+        files.store = {}
+        files.pseudo_dirs = [""]
         storage = Storage("memory://bucket/run", files)
         name, _, content = data.partition(b"\0")
         printable = name.decode(errors="replace").replace("/", "_")
@@ -256,7 +257,8 @@ def fuzz_one(name: str, seconds: int, seed: int, root: Path) -> None:
 
 def fuzz_all(_: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Fuzz every target in a process of its own; keep the inputs that fail in the corpus."""
-    seed, names = arguments.seed, arguments.only or list(make_targets()[0])
+    seed = arguments.seed
+    names = arguments.only or list(make_targets()[0])
     seconds = max(1, round(arguments.minutes * 60 / len(names)))
     executions: dict[str, int] = {}
     faults: list[str] = []
@@ -303,7 +305,8 @@ def main(argv: list[str]) -> int:
 
     if arguments.target:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        seconds, root = int(arguments.seconds), Path(arguments.root)
+        seconds = int(arguments.seconds)
+        root = Path(arguments.root)
         fuzz_one(arguments.target, seconds, arguments.seed, root)
     return run_campaign("fuzz", parser, argv, fuzz_all)
 

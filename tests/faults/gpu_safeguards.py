@@ -4,19 +4,20 @@ removed (see mutations.py).
 
 from safeguards import Mutation
 
-ATTENTION, SHARDING, SNAPSHOT = (
-    "model/attention.py",
-    "model/parallelize.py",
-    "checkpoint/snapshot.py",
-)
-MANAGER, RANKS, WORLD = "checkpoint/manager.py", "launch/ranks.py", "runtime/distributed.py"
-KERNEL, STEP = "numerics/test_cuda_attention.py", "fakecuda/test_fake_step.py"
-WHOLE, PARALLEL, HEAD = (
-    "fakecuda/test_fake_whole_run.py",
-    "numerics/test_parallelize.py",
-    "model/head.py",
-)
-MACHINE, COPY, SPEED = "unit/test_launch_machine.py", "unit/test_snapshot.py", "unit/test_speed.py"
+ATTENTION = "model/attention.py"
+SHARDING = "model/parallelize.py"
+SNAPSHOT = "checkpoint/snapshot.py"
+MANAGER = "checkpoint/manager.py"
+RANKS = "launch/ranks.py"
+WORLD = "runtime/distributed.py"
+KERNEL = "numerics/test_cuda_attention.py"
+STEP = "fakecuda/test_fake_step.py"
+WHOLE = "fakecuda/test_fake_whole_run.py"
+PARALLEL = "numerics/test_parallelize.py"
+HEAD = "model/head.py"
+MACHINE = "unit/test_launch_machine.py"
+COPY = "unit/test_snapshot.py"
+SPEED = "unit/test_speed.py"
 
 GPU_SAFEGUARDS = (
     Mutation(

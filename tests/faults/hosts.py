@@ -95,7 +95,8 @@ def network(num_hosts: int, *, hosts_dir: Path) -> Iterator[list[Host]]:
 
 def _set_up(host: Host, known: dict[str, str], table: Path) -> None:
     table.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
-    name, namespace = host.name, host.namespace
+    name = host.name
+    namespace = host.namespace
     there = f"eth0 netns /proc/{namespace}/ns/net"
     _run(host.switch, f"ip link add {name} type veth peer name {there}")
     _run(host.switch, f"ip link set {name} master switch0 up")

@@ -136,7 +136,8 @@ class Campaign:
     """A sequence of trials on runs, each of which is used until it is complete."""
 
     def __init__(self, root: Path, *, seed: int) -> None:
-        self._root, self._seed = root, seed
+        self._root = root
+        self._seed = seed
         self._base = (*tiny_model(root), *BASE)
         self._num_runs = 0
         self._current: Run | None = None

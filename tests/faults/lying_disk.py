@@ -22,7 +22,8 @@ def build_shim(directory: Path) -> Path:
 def run_on_lying_disk() -> int:
     """Run this program again, and all that it starts, on such a disk; return its exit code."""
     with tempfile.TemporaryDirectory(prefix="disk-", dir="/dev/shm") as directory:
-        root, shadow = Path(directory, "root"), Path(directory, "shadow")
+        root = Path(directory, "root")
+        shadow = Path(directory, "shadow")
         root.mkdir()
         shadow.mkdir()
         disk = {"DISK_ROOT": str(root), "DISK_SHADOW": str(shadow)}
@@ -55,7 +56,8 @@ Entry = tuple[int, bool]
 class _Disk:
     def __init__(self, run_dir: Path, *, survives: float, chance: random.Random) -> None:
         self._shadow = Path(os.environ["DISK_SHADOW"])
-        self._survives, self._chance = survives, chance
+        self._survives = survives
+        self._chance = chance
         self._live = {path.stat().st_ino: path for path in (run_dir, *run_dir.rglob("*"))}
 
     def leave(self, inode: int, target: Path) -> None:

@@ -38,7 +38,8 @@ class Directory(LocalFileSystem):
 
     def __init__(self, path: Path) -> None:
         super().__init__(auto_mkdir=True)
-        self.path, self.mirror_url = path, f"file://{path}"
+        self.path = path
+        self.mirror_url = f"file://{path}"
 
     def seen(self) -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in self.path.rglob("*") if path.is_file()}

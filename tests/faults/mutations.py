@@ -70,7 +70,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
     arguments = parser.parse_args(argv)
-    started, found = time.monotonic(), {}
+    started = time.monotonic()
+    found = {}
     for mutation in MUTATIONS:
         if arguments.only in mutation.name:
             test = caught_by(mutation)

@@ -7,20 +7,29 @@ class Mutation:
     """
 
     def __init__(self, name: str, file: str, old: str, new: str, *tests: str) -> None:
-        self.name, self.file, self.old, self.new, self.tests = name, file, old, new, tests
+        self.name = name
+        self.file = file
+        self.old = old
+        self.new = new
+        self.tests = tests
 
 
-FSIO, LAYOUT, MANIFEST = "checkpoint/fsio.py", "checkpoint/layout.py", "checkpoint/manifest.py"
-SAVE, MANAGER = "checkpoint/save.py", "checkpoint/manager.py"
-START, CHOICE = "checkpoint/start.py", "checkpoint/choice.py"
-LOCK, SHARDS = "checkpoint/lock.py", "checkpoint/shards.py"
-RETENTION, ROLLBACK = "checkpoint/retention.py", "checkpoint/rollback.py"
-UPLOAD, RESTORE, MIRROR = (
-    "tools/mirror/upload.py",
-    "tools/mirror/restore.py",
-    "unit/test_mirror_faults.py",
-)
-CRASH, SYNCED = "faults/test_crash_states.py", "unit/test_checkpoint_fsio.py"
+FSIO = "checkpoint/fsio.py"
+LAYOUT = "checkpoint/layout.py"
+MANIFEST = "checkpoint/manifest.py"
+SAVE = "checkpoint/save.py"
+MANAGER = "checkpoint/manager.py"
+START = "checkpoint/start.py"
+CHOICE = "checkpoint/choice.py"
+LOCK = "checkpoint/lock.py"
+SHARDS = "checkpoint/shards.py"
+RETENTION = "checkpoint/retention.py"
+ROLLBACK = "checkpoint/rollback.py"
+UPLOAD = "tools/mirror/upload.py"
+RESTORE = "tools/mirror/restore.py"
+MIRROR = "unit/test_mirror_faults.py"
+CRASH = "faults/test_crash_states.py"
+SYNCED = "unit/test_checkpoint_fsio.py"
 
 SAFEGUARDS = (
     Mutation(

@@ -66,14 +66,20 @@ class Watch:
     """An observer that passes every operation on as a `Point` before it happens."""
 
     def __init__(self, rank: int, run_dir: Path, act: Callable[[Point], None]) -> None:
-        self._rank, self._run_dir, self._act = rank, run_dir, act
-        self._save, self._index, self._phase, self._is_committed = 0, 0, "start", False
+        self._rank = rank
+        self._run_dir = run_dir
+        self._act = act
+        self._save = 0
+        self._index = 0
+        self._phase = "start"
+        self._is_committed = False
 
     def __call__(self, operation: Operation) -> None:
         if operation.kind == "phase":
             self._phase = operation.path.name.partition(".")[0]
             if operation.path.name == "open.begin":
-                self._save, self._index = self._save + 1, 0
+                self._save = self._save + 1
+                self._index = 0
         elif self._phase == "publish" and self._is_rotation(operation):
             self._phase = "rotate"
         label = self._label(operation) + " after the commit" * self._is_committed
@@ -121,7 +127,8 @@ class Survey:
 
     @classmethod
     def of(cls, run_dir: Path) -> "Survey":
-        steps, broken = [], []
+        steps = []
+        broken = []
         for info in layout.checkpoints(run_dir):
             if info.manifest is None or verify_files(info.path, info.manifest):
                 broken.append(f"{info.path.name} ({info.status} {info.reason})")

@@ -68,10 +68,12 @@ from trainer.runtime.progress import History, Position  # noqa: E402
 from trainer.tools.mirror import __main__ as mirror_process  # noqa: E402
 from trainer.tools.mirror import restore, upload  # noqa: E402
 
-STRIDE, NUM_STRIDES = 10, 4
+STRIDE = 10
+NUM_STRIDES = 4
 TOTAL = STRIDE * NUM_STRIDES
 """Steps of the run; a rollback needs some distance between them."""
-MAX_JOBS, MAX_TICKS = 30, 40_000
+MAX_JOBS = 30
+MAX_TICKS = 40_000
 DIST_TIMEOUT_S = 600.0
 EVENTS = {
     "rank killed": 4,
@@ -118,11 +120,18 @@ class SmallSaver(save.Saver):
         keep: int | None,
         held: lock.RunLock | None,
     ) -> None:
-        self.run_dir, self.world, self.config, self.keep = run_dir, world, config, keep
-        self.fingerprints, self._lock, self._card = FINGERPRINTS, held, None
+        self.run_dir = run_dir
+        self.world = world
+        self.config = config
+        self.keep = keep
+        self.fingerprints = FINGERPRINTS
+        self._lock = held
+        self._card = None
         self._agreement = save.Agreement(world, timeout_s=layout.SAVE_TIMEOUT_S)
-        self._timeout_s, self._deadline = layout.SAVE_TIMEOUT_S, 0.0
-        self._staging, self.device = None, torch.device("cpu")
+        self._timeout_s = layout.SAVE_TIMEOUT_S
+        self._deadline = 0.0
+        self._staging = None
+        self.device = torch.device("cpu")
         self._tensors = {"weight": TensorInfo((2,), "float32")}
         source = SimpleNamespace(whole=None, adapter=None)
         self._plan: Any = SimpleNamespace(source=source, others=(), num_bytes=0)
@@ -131,7 +140,9 @@ class SmallSaver(save.Saver):
         return 0
 
     def _write_shards(self, staging: Path, snapshot: Any) -> list[FileRecord]:
-        size, rank, step = self.world.size, self.world.rank, snapshot.position.step
+        size = self.world.size
+        rank = self.world.rank
+        step = snapshot.position.step
         names = [layout.model_file(size, rank), layout.optim_file(size, rank)]
         names += [layout.DATA] if self.world.is_main else []
         content = f"{staging.name} {step} {rank}".encode()
@@ -193,7 +204,8 @@ class Job:
     """One start of the command: a launcher, its ranks, and the processes of the mirror."""
 
     def __init__(self, schedule: "Schedule", number: int) -> None:
-        self.schedule, self.number = schedule, number
+        self.schedule = schedule
+        self.number = number
         self.size = schedule.chance.randint(1, 3)
         self.is_stopping = self.is_ending = self.is_complete = False
         self.window = 0
@@ -223,7 +235,8 @@ class Job:
         return process
 
     def _launch(self) -> None:
-        schedule, hub = self.schedule, self.schedule.hub
+        schedule = self.schedule
+        hub = self.schedule.hub
         uploads = None
         if schedule.config.checkpoint.mirror is not None:
             prepared = self._started("prepare", self._prepare)
@@ -260,7 +273,8 @@ class Job:
         restore.prepare(self.schedule.config, Storage(URL, self.schedule.storage))
 
     def _follow(self) -> None:
-        schedule, storage = self.schedule, Storage(URL, self.schedule.storage)
+        schedule = self.schedule
+        storage = Storage(URL, self.schedule.storage)
         ending: Any = SimpleNamespace(
             is_set=lambda: self.is_ending,
             wait=lambda seconds: schedule.hub.wait(
@@ -274,7 +288,8 @@ class Trainer:
     """One rank of a job: does what `trainer.train` does around its steps."""
 
     def __init__(self, job: Job, rank: int) -> None:
-        self._job, self._schedule = job, job.schedule
+        self._job = job
+        self._schedule = job.schedule
         self._world = SimulatedWorld(
             device=torch.device("cpu"),
             mesh=None,  # type: ignore[arg-type]
@@ -284,7 +299,8 @@ class Trainer:
         )
 
     def run(self) -> None:
-        schedule, world = self._schedule, self._world
+        schedule = self._schedule
+        world = self._world
         selection = start.choose(schedule.config, world)
         begun = start.decide_start(
             schedule.config, FINGERPRINTS, world, selection=selection, total_steps=TOTAL
@@ -315,7 +331,8 @@ class Trainer:
 
     def _train(self, checkpoints: manager.CheckpointManager, begun: start.Start) -> bool:
         """Return False for a run that was stopped early."""
-        chance, step = self._schedule.chance, begun.position.step
+        chance = self._schedule.chance
+        step = begun.position.step
         if begun.checkpoint is not None:
             checkpoints.load(begun.checkpoint)
             checkpoints.settle(step, History())
@@ -356,7 +373,9 @@ class Schedule:
     """All that one seed draws; `run` raises `Fault`."""
 
     def __init__(self, seed: int, work: Path, *, is_traced: bool = False) -> None:
-        self.seed, self.chance, self.run_dir = seed, random.Random(seed), work / "run"
+        self.seed = seed
+        self.chance = random.Random(seed)
+        self.run_dir = work / "run"
         self.met: Counter[str] = Counter()
         self.hub = Hub(self.chance, self._on_tick)
         self.hub.on_death = self._unlock
@@ -632,7 +651,8 @@ class Schedule:
 
     def judge_whole(self, info: layout.CheckpointInfo) -> None:
         assert info.manifest is not None
-        saved, now = self.saved[info.manifest.nonce], files_of(info.path)
+        saved = self.saved[info.manifest.nonce]
+        now = files_of(info.path)
         different = {name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)}
         if different - {layout.PUBLISHED, finished.FILE_NAME}:
             raise Fault(f"{info.path.name} is not as saved: {sorted(different)}")
@@ -649,13 +669,16 @@ class Schedule:
         self.judge_whole(found[0])
 
 
-real_commit, real_decide, real_sync = layout.commit, rollback.decide, upload.Uploader.sync
+real_commit = layout.commit
+real_decide = rollback.decide
+real_sync = upload.Uploader.sync
 
 
 @contextmanager
 def patched(schedule: Schedule) -> Iterator[None]:
     """Run the modules of the trainer on the hub, its clock and its ranks."""
-    hub, chance = schedule.hub, schedule.chance
+    hub = schedule.hub
+    chance = schedule.chance
     dist = Distributed(hub, chance)
 
     def pausing(place: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -233,7 +233,8 @@ def _differences(straight: Path, run_dir: Path, *, is_same_size: bool) -> list[s
 
 
 def work(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    results, campaign = {}, Campaign(root)
+    results = {}
+    campaign = Campaign(root)
     for case in CASES:
         results[case.name] = campaign.run(case)
         print(case.name, json.dumps(results[case.name]), flush=True)

@@ -53,7 +53,8 @@ class Thread:
     """`result` and `done` answer as those of a future."""
 
     def __init__(self, process: Process, work: Callable[[], Any]) -> None:
-        self.process, self._work = process, work
+        self.process = process
+        self._work = work
         # a thread that ends goes on in its parent: the hub, not the thread that started it
         self.greenlet = greenlet(self._run, parent=process.hub.main)
         self.is_over = False
@@ -100,8 +101,11 @@ class Hub:
 
     def __init__(self, chance: random.Random, on_tick: Callable[[Thread], None]) -> None:
         """`on_tick` is called before a thread runs on: it may kill, or set a `failure`."""
-        self.chance, self.now, self.ticks = chance, 0.0, 0
-        self.on_tick, self.on_death = on_tick, lambda process: None
+        self.chance = chance
+        self.now = 0.0
+        self.ticks = 0
+        self.on_tick = on_tick
+        self.on_death = lambda process: None
         self.is_traced = False
         self.main = getcurrent()
         self._threads: list[Thread] = []
@@ -131,7 +135,8 @@ class Hub:
         thread = self.current
         if thread is None:
             return True
-        thread.place, thread.ready = place, ready
+        thread.place = place
+        thread.ready = ready
         thread.deadline = None if timeout_s is None else self.now + timeout_s
         self.main.switch()
         thread.deadline = None
@@ -194,7 +199,8 @@ class Ranks:
     """A process group: messages between the ranks of one job."""
 
     def __init__(self, processes: list[Process], *, timeout_s: float) -> None:
-        self.processes, self.timeout_s = processes, timeout_s
+        self.processes = processes
+        self.timeout_s = timeout_s
         self.messages: dict[tuple[int, int], int] = {}
         self.arrived: dict[int, dict[int, Any]] = {}
         self.calls = [0] * len(processes)
@@ -210,7 +216,8 @@ class Distributed:
     DistError = DistError
 
     def __init__(self, hub: Hub, chance: random.Random) -> None:
-        self._hub, self._chance = hub, chance
+        self._hub = hub
+        self._chance = chance
         self._new: dict[tuple[int, int], Ranks] = {}
         self._made: dict[Process, int] = {}
 

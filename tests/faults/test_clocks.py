@@ -25,7 +25,8 @@ from trainer.config import ConfigError
 
 NUM_HISTORIES = short_or_full(20, full=100)
 TIME_ZONES = ("UTC", "Pacific/Kiritimati", "America/Los_Angeles", "XXX+23")
-FIRST_S, LAST_S = 0, 4 * 10**9
+FIRST_S = 0
+LAST_S = 4 * 10**9
 """1970 to 2096."""
 
 Scramble = Callable[[Path], None]
@@ -89,7 +90,8 @@ def history_of(seed: int, run_dir: Path, before_event: Scramble) -> list[tuple[A
 
 
 def test_random_histories_are_the_same_under_any_clock(memory_dir, clocks):
-    run_dir, num_events = memory_dir / "run", 0
+    run_dir = memory_dir / "run"
+    num_events = 0
     for seed in range(NUM_HISTORIES):
         expected = history_of(seed, run_dir, lambda run_dir: None)
         assert history_of(seed, run_dir, clocks) == expected, f"seed {seed}"

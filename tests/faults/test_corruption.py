@@ -19,7 +19,8 @@ from toy_runs import Recipe, run
 from trainer.checkpoint import choice, finished, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
 
-OLD, NEW = 2, 4
+OLD = 2
+NEW = 4
 NUM_FLIPS = short_or_full(60, full=300)
 """In each file."""
 NUM_OTHERS = short_or_full(2, full=6)
@@ -143,7 +144,8 @@ def moved(path: Path, to: Path) -> Iterator[None]:
 
 
 def test_a_missing_foreign_or_linked_file_is_found(real):
-    old, new = real / layout.step_dir_name(OLD), real / layout.step_dir_name(NEW)
+    old = real / layout.step_dir_name(OLD)
+    new = real / layout.step_dir_name(NEW)
     num_of_other_step = 0
     for name in files_of(real):
         path = new / name

@@ -134,7 +134,8 @@ def restart_from_some(explorer: Explorer, report: Report, keep: int) -> None:
     one_of_each = {visible(state): state for state in report.reached}.values()
     others = random.Random(SEED).sample(list(report.reached), NUM_SAVED_AGAIN)
     for state in dict.fromkeys([*some(one_of_each, NUM_RESTARTED), *others]):
-        promise, root = report.reached[state], explorer.stage.show(state)
+        promise = report.reached[state]
+        root = explorer.stage.show(state)
         run = Run(root, keep)
         with recording() as log:
             run.restart()
@@ -173,7 +174,8 @@ def test_no_power_loss_in_the_save_of_two_ranks_loses_a_checkpoint(memory_dir):
 
 def whole_in(log: list[Operation], root: Path) -> Callable[[Path], bool]:
     """Judge a directory by what the log had written when it got its final name."""
-    disk, written = Disk((), root), {}
+    disk = Disk((), root)
+    written = {}
     for operation in log:
         disk.apply(operation)
         if operation.kind == "rename" and operation.target is not None:

@@ -84,7 +84,8 @@ CODES: dict[int, tuple[tuple[str, ...], Before | None]] = {
 @pytest.mark.parametrize("code", CODES)
 def test_every_exit_code_with_a_loader_worker(words, tmp_path, code, num_ranks):
     changes, before = CODES[code]
-    rows, run_dir = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows = tmp_path / "rows.jsonl"
+    run_dir = tmp_path / "run"
     rows.write_text('{"messages": 3}\n')
     changes = tuple(change.replace("{rows}", str(rows)) for change in changes)
     words = (*words, f"trainer.default_local_dir={run_dir}", *changes)
@@ -135,7 +136,8 @@ def test_a_run_whose_save_fails_ends(words, tmp_path, name):
     """On two ranks. It hung until the watchdog's limit: an error kept the loader, whose worker
     ignores SIGTERM.
     """
-    ending, run_dir = ENDINGS[name], tmp_path / "run"
+    ending = ENDINGS[name]
+    run_dir = tmp_path / "run"
     words = (*words, f"trainer.default_local_dir={run_dir}", *ending.changes)
     with started(2, *words, log=tmp_path / "log", before=ending.before) as attempt:
         assert wait_until(lambda: "step 2/" in attempt.output or attempt.is_over(), timeout_s=60)

@@ -41,7 +41,8 @@ def train(
 def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path):
     tiny = whole_runs.tiny_model(tmp_path / "tiny")
     words = (*tiny, "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=3")
-    straight, lost = tmp_path / "straight", tmp_path / "lost"
+    straight = tmp_path / "straight"
+    lost = tmp_path / "lost"
     whole_runs.train(straight, 2, *words)
     own = (
         *words,
@@ -157,7 +158,8 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
 def test_an_upload_process_that_is_killed_is_started_again_and_said(tmp_path, monkeypatch, capfd):
     """A run continued for days without its mirror, and printed so only at its end."""
     monkeypatch.setattr(mirroring, "RESTART_AFTER_S", 0.0)
-    run_dir, before = tmp_path / "run", set(psutil.Process().children())
+    run_dir = tmp_path / "run"
+    before = set(psutil.Process().children())
     run_dir.mkdir()
     with mirrored(
         load_config(config_words(run_dir, f"file://{tmp_path}/mirror")), NodeLayout()

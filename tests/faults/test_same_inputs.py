@@ -112,7 +112,8 @@ def test_ranks_with_different_files_are_refused_as_soon_as_they_meet(tmp_path, m
     words = (*words_of(machine), f"trainer.default_local_dir={tmp_path}/run")
     before = partial(enter_machine, tmp_path)
     with started(2, *words, log=tmp_path / "log", before=before) as attempt:
-        code, output = attempt.wait(LIMIT_S), attempt.output
+        code = attempt.wait(LIMIT_S)
+        output = attempt.output
     assert code == EXIT_USAGE, output
     assert re.search(
         rf"^  {what}: \w+ on \S+ \(rank 0\), \w+ on \S+ \(rank 1\)$", output, re.MULTILINE
@@ -151,7 +152,9 @@ def change_at(root: Path, change: Callable[[Path], None], moment: int | str) -> 
     token_cache.HASHED_BYTES = 1000
     readers.BLOCK_ROWS = 1  # each row is progress
     os.chdir(root / "machine0")
-    done, beat, enter = root / "changed", Heartbeat.beat, Heartbeat.enter
+    done = root / "changed"
+    beat = Heartbeat.beat
+    enter = Heartbeat.enter
     num_beats = 0
 
     def act() -> None:
@@ -177,7 +180,8 @@ def change_at(root: Path, change: Callable[[Path], None], moment: int | str) -> 
         while phase == "prepare" and is_late and not done.exists():
             time.sleep(0.01)
 
-    Heartbeat.beat, Heartbeat.enter = beating, entering
+    Heartbeat.beat = beating
+    Heartbeat.enter = entering
 
 
 def fingerprint(machine: Path, words: tuple[str, ...], *more: str) -> str:

@@ -86,7 +86,8 @@ def stop_in_validation(count: int) -> None:
     """The signal comes within its `count`-th validation."""
     from trainer.train.validation import Validation
 
-    begin, seen = Validation.__init__, []
+    begin = Validation.__init__
+    seen = []
 
     def __init__(self: Validation, *arguments: Any, **settings: Any) -> None:  # noqa: N807
         seen.append(self)

@@ -24,7 +24,8 @@ pytestmark = [
     ),
 ]
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
-NUM_ROWS, NUM_TOOL_ROWS = 200, 200
+NUM_ROWS = 200
+NUM_TOOL_ROWS = 200
 TOOLS = {
     "weather": ("city", "unit"),
     "search": ("query", "limit"),
@@ -63,10 +64,8 @@ def tool_conversation(rng: random.Random) -> dict[str, Any]:
         name = rng.choice(names)
         given = TOOLS[name][: rng.randint(1, len(TOOLS[name]))]
         call = {"name": name, "arguments": {key: f"{key} {rng.randint(1, 99)}" for key in given}}
-        text, lead = (
-            f"Request {turn}: {name} number {rng.randint(1, 10**6)}, please.",
-            ["", "Wait."],
-        )
+        text = f"Request {turn}: {name} number {rng.randint(1, 10**6)}, please."
+        lead = ["", "Wait."]
         messages += [
             message("user", text),
             message("assistant", rng.choice(lead), tool_calls=[{"function": call}]),
@@ -153,7 +152,8 @@ def rows_here(prepared: Path, name: str, template: str | None = None) -> list[Ro
 
 def test_conversations_equal_trls(prepared):
     for name, count in (("quickstart", NUM_ROWS), ("tools", NUM_TOOL_ROWS)):
-        here, there = rows_here(prepared, name), rows_there(prepared, name)
+        here = rows_here(prepared, name)
+        there = rows_there(prepared, name)
         assert len(here) == count and sum(any(mask) for _, mask in here) == count
         assert here == there
 
@@ -161,7 +161,8 @@ def test_conversations_equal_trls(prepared):
 def test_on_gsm8k_trl_trains_two_newlines_more(prepared):
     if not GSM8K.exists():
         pytest.skip("needs the GSM8K data")
-    here, there = rows_here(prepared, "gsm8k", "qwen2_5"), rows_there(prepared, "gsm8k")
+    here = rows_here(prepared, "gsm8k", "qwen2_5")
+    there = rows_there(prepared, "gsm8k")
     assert len(here) == NUM_ROWS
     newline = AutoTokenizer.from_pretrained(MODEL_DIR).encode("\n", add_special_tokens=False)
     assert len(newline) == 1

@@ -56,7 +56,8 @@ def all_merged(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     """A directory for each case, written by one process: verl takes longer to import than to
     merge.
     """
-    root, directory = tmp_path_factory.mktemp("theirs"), Path(__file__).parent
+    root = tmp_path_factory.mktemp("theirs")
+    directory = Path(__file__).parent
     jobs = [(checkpoint, root / name) for name, checkpoint in checkpoints.items()]
     script = str(directory / "merge_with_verl.py")
     result = subprocess.run(
@@ -72,8 +73,10 @@ def all_merged(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("case", CASES)
 def test_merged_shards_equal_the_export(checkpoints, all_merged, case):
-    checkpoint, merged = checkpoints[case], all_merged / case
-    theirs, ours = tensors_in(merged), tensors_in(checkpoint / "huggingface")
+    checkpoint = checkpoints[case]
+    merged = all_merged / case
+    theirs = tensors_in(merged)
+    ours = tensors_in(checkpoint / "huggingface")
     assert set(theirs) == set(ours), "a tied head is in neither"
     assert ("lm_head.weight" in ours) is not CASES[case][2]
     for name, value in ours.items():

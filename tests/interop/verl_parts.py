@@ -34,4 +34,5 @@ def prepare() -> None:
         sys.modules[name] = module
     tokenizer = importlib.import_module("verl.utils.tokenizer")
     utils: Any = sys.modules["verl.utils"]
-    utils.hf_tokenizer, utils.hf_processor = tokenizer.hf_tokenizer, tokenizer.hf_processor
+    utils.hf_tokenizer = tokenizer.hf_tokenizer
+    utils.hf_processor = tokenizer.hf_processor

@@ -62,8 +62,13 @@ REFUSED: list[Row] = [
 ]
 """Values that cannot meet."""
 FROZEN = ("embed_tokens", r"layers\.0\.")
-MAX_LENGTH, LR = 40, 1e-3
-BATCH_SIZE, TEST_FREQ, SAVE_FREQ, NUM_STEPS, NUM_EPOCHS = 4, 2, 2, 4, 2
+MAX_LENGTH = 40
+LR = 1e-3
+BATCH_SIZE = 4
+TEST_FREQ = 2
+SAVE_FREQ = 2
+NUM_STEPS = 4
+NUM_EPOCHS = 2
 ADAPTED = ("q_proj", "v_proj", "o_proj")
 SHAPES = {"qwen3_moe": {"router_aux_loss_coef": 0.1}, "qwen3_next": {"router_aux_loss_coef": 0.1}}
 SHAPES |= {"llama": {"tie_word_embeddings": True}}
@@ -77,7 +82,8 @@ class Places:
 
     def model(self, row: Row) -> Path:
         """The weights of a model for NF4 are levels of NF4, so holding them in NF4 changes none."""
-        family, is_nf4 = row["family"], row["trained"] == "lora on nf4"
+        family = row["family"]
+        is_nf4 = row["trained"] == "lora on nf4"
         path = self.root / ("nf4 models" if is_nf4 else "models") / family
         if not path.exists():
             longer = {"vocab_size": VOCAB, "max_position_embeddings": 128}

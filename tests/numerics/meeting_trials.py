@@ -112,7 +112,8 @@ def tried(row: Row, places: Places, run_dir: Path) -> list[str]:
     words = words_of(row, places, limits=limits)
     num_ranks, num_later = ranks_of(row)
     whole_runs.train(run_dir, num_ranks, *words)
-    expected, total_steps = train(definition), len(definition.steps)
+    expected = train(definition)
+    total_steps = len(definition.steps)
     compare(found, row, definition, expected, run_dir, "from the start")
 
     later = run_dir.with_name("resumed")

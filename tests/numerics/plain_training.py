@@ -19,7 +19,11 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-EPS, BETAS, DECAY, MIN_LR_RATIO, STABLE_RATIO = 1e-5, (0.9, 0.95), 0.05, 0.1, 0.9
+EPS = 1e-5
+BETAS = (0.9, 0.95)
+DECAY = 0.05
+MIN_LR_RATIO = 0.1
+STABLE_RATIO = 0.9
 Rows = dict[int, dict[str, float]]
 
 
@@ -83,10 +87,8 @@ def train(definition: Definition) -> Outcome:
         elif definition.is_rounded and parameter.requires_grad:
             parameter.data = parameter.data.bfloat16().double()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    outcome, optimizer = (
-        Outcome(before=copied(named)),
-        PlainOptimizer(model, named, definition.optimizer),
-    )
+    outcome = Outcome(before=copied(named))
+    optimizer = PlainOptimizer(model, named, definition.optimizer)
     fractions_E: Tensor | float = 0.0
     for step, documents in enumerate(definition.steps, start=1):
         model.train()
@@ -157,7 +159,8 @@ def judged(
     for document in documents:
         output = model(input_ids=torch.tensor([document.ids]), use_cache=False, **asked)
         where = torch.tensor(document.mask[1:])
-        logits, labels = output.logits[0, :-1][where], torch.tensor(document.ids[1:])[where]
+        logits = output.logits[0, :-1][where]
+        labels = torch.tensor(document.ids[1:])[where]
         hits = (logits.gather(1, labels[:, None])[:, 0] >= logits.amax(-1)).sum().item()
         losses = token_losses(logits, labels, "cross_entropy"), token_losses(logits, labels, loss)
         yield document, losses, hits, output
@@ -209,7 +212,8 @@ def summary(found: list[tuple[Document, Any, Any, Any]], kind: str) -> dict[str,
     are several.
     """
     count = supervised(document for document, *_ in found)
-    sums, tokens = Counter[str](), Counter[str]()
+    sums = Counter[str]()
+    tokens = Counter[str]()
     for document, (losses, _), *_ in found:
         sums[document.source] += losses.detach().sum().item()
         tokens[document.source] += len(losses)

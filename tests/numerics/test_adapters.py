@@ -53,7 +53,8 @@ Ways = dict[int, dict[str, dict[str, Any]]]
 def assert_as_plain(source: ModelSource, adapter: str, ways: Ways) -> None:
     """Training this adapter gives the losses and norms of the plain loop with peft."""
     plain = plain_run(source, adapter)
-    losses, norms = plain["train/loss"], plain["train/grad_norm"]
+    losses = plain["train/loss"]
+    norms = plain["train/grad_norm"]
     for num_ranks, settings in ways.items():
         common = {"lora_adapter_path": adapter, "random_weights": source.random_weights}
         variants = {way: {**own, **common} for way, own in settings.items()}
@@ -145,7 +146,8 @@ target modules.
 """
 OTHER_MIXTURES = ("qwen3_moe", "llama4_text", "qwen2_moe", "granitemoe", "jetmoe")
 MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
-EXPERT_NAMES, ROUTER_NAMES = {"experts"}, {"router", "gate", "shared_expert_gate"}
+EXPERT_NAMES = {"experts"}
+ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
 
 
 def on_meta(source: ModelSource, **changes: Any) -> Any:
@@ -300,7 +302,8 @@ def test_an_adapter_of_another_part_is_refused(tmp_path):
 
 def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family):
     source = family("qwen2_moe")
-    model, wider = on_meta(source), on_meta(source, target_modules=["q_proj", "shared_expert_gate"])
+    model = on_meta(source)
+    wider = on_meta(source, target_modules=["q_proj", "shared_expert_gate"])
     saved = {name: parameter for name, parameter in wider.named_parameters() if ".lora_" in name}
     with pytest.raises(
         ConfigError, match=r"does not train: .*shared_expert_gate.lora_A.*4 such tensors"

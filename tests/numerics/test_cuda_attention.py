@@ -61,7 +61,8 @@ class Kernel:
     """Stands in for `varlen_attn`; counts its calls."""
 
     def __init__(self) -> None:
-        self.num_calls, self.__signature__ = 0, inspect.signature(varlen.varlen_attn)
+        self.num_calls = 0
+        self.__signature__ = inspect.signature(varlen.varlen_attn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         self.num_calls += 1
@@ -82,7 +83,8 @@ class Kernel:
 @contextmanager
 def on_cuda() -> Iterator[Kernel]:
     """Packed attention takes its tensors for those of a GPU."""
-    kernel, as_cuda = Kernel(), partial(packed_attention, device_type="cuda")
+    kernel = Kernel()
+    as_cuda = partial(packed_attention, device_type="cuda")
     with (
         patch.object(varlen, "varlen_attn", kernel),
         patch.object(attention, "packed_attention", as_cuda),
@@ -126,7 +128,8 @@ def losses(world: Any, root: Path) -> dict[str, Any]:
             model = build(world, source, max_length=MAX_LENGTH, param_dtype="bfloat16")
             batch = pack(SAMPLES, [0, 1, 2, 3])
             with torch.no_grad():
-                packed, num_calls = model(batch).loss_sum.item(), kernel.num_calls
+                packed = model(batch).loss_sum.item()
+                num_calls = kernel.num_calls
                 with patch.object(attention, "MAX_HEAD_SIZE", 0):
                     found[name] = num_calls, packed, model(batch).loss_sum.item()
                 assert kernel.num_calls == num_calls

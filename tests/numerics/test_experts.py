@@ -23,7 +23,8 @@ from trainer.model import packed_lm
 from trainer.model.experts import Routers
 from trainer.runtime import seeding
 
-STEPS, COEFFICIENT = 4, 0.5
+STEPS = 4
+COEFFICIENT = 0.5
 KEYS = ("train/loss", "train/grad_norm", "moe/router_loss", "moe/load_max_over_mean")
 
 
@@ -117,7 +118,8 @@ def router_losses(world: Any, source: Any) -> tuple[float, float, float]:
     """(Our loss, transformers', largest relative difference of a gradient) of the same batch
     twice in a row.
     """
-    model, plain = build_toy_model(world, source, is_packed=False), plain_model(source)
+    model = build_toy_model(world, source, is_packed=False)
+    plain = plain_model(source)
     model.train()
     parts = toy_run(world, model, ToySamples(), total_steps=1)
     routers: Any = parts.parts["routers"]

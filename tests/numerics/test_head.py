@@ -21,7 +21,8 @@ from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 
-H, V = 24, 61
+H = 24
+V = 61
 SCALE = 0.37
 """What the loss is multiplied by before its gradient is taken: the division by the token count."""
 
@@ -218,7 +219,8 @@ def test_blocks_are_as_long_as_the_memory_of_their_logits_allows(vocabulary, dty
 def test_division_by_the_token_count_is_not_rounded_to_bfloat16(is_chunked, device):
     """One over 470 is off by 0.4 % there, and the gradient of the whole model with it."""
     head, hidden_SH, labels_S = inputs(200, has_bias=False, dtype=torch.bfloat16)
-    head, labels_S = head.to(device), labels_S.to(device)
+    head = head.to(device)
+    labels_S = labels_S.to(device)
     leaf = (
         (hidden_SH if is_chunked else head(hidden_SH.to(device)))
         .detach()
@@ -233,7 +235,8 @@ def test_division_by_the_token_count_is_not_rounded_to_bfloat16(is_chunked, devi
         assert leaf.grad is not None
         return leaf.grad.double()
 
-    whole, share = gradient(1), gradient(470)
+    whole = gradient(1)
+    share = gradient(470)
     # what is about -1, a label that was not foreseen, is rounded alike everywhere
     whole *= whole.abs() < 0.5
     assert (470 * (share * whole).sum() / whole.square().sum()).item() == pytest.approx(1, abs=1e-3)

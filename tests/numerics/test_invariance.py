@@ -67,7 +67,8 @@ def plain_run(source, adapter=None, *, num_steps=STEPS, **changes):  # type: ign
         AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).save_pretrained(path)
     else:
         path = Path(source.path)
-    samples, schedule = ToySamples(), Schedule((Share(24),), 8, seed=3)
+    samples = ToySamples()
+    schedule = Schedule((Share(24),), 8, seed=3)
     steps = [schedule.rows(step) for step in range(1, num_steps + 1)]
     definition = Definition(
         model=path,
@@ -94,7 +95,8 @@ def source(request, tmp_path_factory):  # type: ignore[no-untyped-def]
 @pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10", "S3.11")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_execution_equals_the_plain_loop(source, optimizer):
-    reference, runs = plain_run(source, optimizer=optimizer), {}
+    reference = plain_run(source, optimizer=optimizer)
+    runs = {}
     for (size, fsdp_size), executions in EXECUTIONS.items():
         chosen = {"optim": {"name": optimizer}}
         variants = {how: changes | chosen for how, changes in executions.items()}
@@ -115,7 +117,8 @@ def test_with_another_trained_loss_the_shown_one_is_cross_entropy(tmp_path, mode
     """
     source = write_model_config(tmp_path, model_type)
     defined = plain_run(source, loss="dft")
-    losses, objectives = defined["train/loss"], defined["train/objective"]
+    losses = defined["train/loss"]
+    objectives = defined["train/objective"]
     variants = {"usual": {}, "dft": {"loss": "dft", "max_samples": 2}}
     for world_size in (1, 2):
         found = run_ranks(each, world_size, rows_of, source, variants)[0]

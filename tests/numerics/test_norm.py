@@ -16,7 +16,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from trainer.model.norm import rms_norm, take_over_norms
 
-SHAPE, EPS = (37, 64), 1e-6
+SHAPE = (37, 64)
+EPS = 1e-6
 
 
 def outcome(norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +73,8 @@ class Upright(nn.Module):
 
     def __init__(self, size: int, eps: float = EPS) -> None:
         super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.weight * hidden

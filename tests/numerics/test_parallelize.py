@@ -85,7 +85,8 @@ def compiled_like_plain(
         model = build_toy_model(world, source, compile=True, **changes)
     model.train()
     counters.clear()
-    difference, early = 0.0, 0
+    difference = 0.0
+    early = 0
     for index, members in enumerate(shapes):
         ours, theirs = (loss_and_gradients(m, members) for m in (model, plain))
         if members:
@@ -245,7 +246,8 @@ class Calls(TorchDispatchMode):
 
     def __init__(self, *operations: Any) -> None:
         super().__init__()
-        self.operations, self.count = operations, 0
+        self.operations = operations
+        self.count = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

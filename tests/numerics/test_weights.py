@@ -67,7 +67,9 @@ def old_names(files: Files) -> Files:
     return {name.removeprefix("transformer."): tensor for name, tensor in files.items()}
 
 
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
 MASK = {"h.0.attn.bias": torch.ones(1, 1, 4, 4).tril()}
 OTHER_HEAD = {HEAD: torch.ones(160, 64)}
 FORMS: dict[str, Callable[[Path], None]] = {

@@ -66,7 +66,8 @@ def train_adapter(world: Any, source: ModelSource, export_dir: Path) -> torch.Te
 
 
 def run_logits(model: Any) -> torch.Tensor:
-    ours, plain = model.forward, model.original_forward
+    ours = model.forward
+    plain = model.original_forward
     model.forward = lambda batch: run_plain(model, plain, batch).logits
     logits: torch.Tensor = model(pack(SAMPLES, DOCUMENTS[:1]))
     model.forward = ours
@@ -148,7 +149,8 @@ def test_adapters_of_the_text_part_load_in_the_whole(results, root, name):
     world_size, by_name = results
     assert isinstance(by_name[name], dict), by_name[name]
     export = root / f"{name}-export-{world_size}"
-    adapter, merged = Path(f"{export}-adapter"), Path(f"{export}-merged")
+    adapter = Path(f"{export}-adapter")
+    merged = Path(f"{export}-merged")
     base = original(root / name)[0]
     with torch.no_grad():
         before = base(input_ids=IDS, use_cache=False).logits

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from trainer.tracking import Tracking
 
-STEPS, STEPS_PER_EPOCH = 12, 4
+STEPS = 12
+STEPS_PER_EPOCH = 4
 
 
 def train_row(step: int) -> dict[str, float]:

@@ -56,7 +56,9 @@ class FaultyStorage(MemoryFileSystem):
         late_by: int = 5,
     ) -> None:
         super().__init__(global_store=False)
-        self.faults, self.count, self.late_by = {at: kind} if faults is None else faults, 0, late_by
+        self.faults = {at: kind} if faults is None else faults
+        self.count = 0
+        self.late_by = late_by
         self.struck: collections.Counter[str] = collections.Counter()
         self.answers = threading.Event()
         self._is_dead = self._is_still = False
@@ -64,7 +66,8 @@ class FaultyStorage(MemoryFileSystem):
 
     def revive(self) -> bool:
         """Start the process again; return whether it was killed."""
-        was_dead, self._is_dead = self._is_dead, False
+        was_dead = self._is_dead
+        self._is_dead = False
         return was_dead
 
     @contextmanager
@@ -132,7 +135,8 @@ class FaultyStorage(MemoryFileSystem):
         kind = self._strike()
         self.struck[kind] += 1
         if kind == "late":
-            seen, until = self.seen(), self.count + self.late_by
+            seen = self.seen()
+            until = self.count + self.late_by
             self._before |= {
                 (name := self._strip_protocol(path)): (until, seen.get(name)) for path in paths
             }
@@ -221,20 +225,26 @@ def roll_back(run_dir: Path, target: int, steps: Sequence[int], discarded: Seque
         layout.quarantine(run_dir / f"global_step_{step}", "rolled back")
 
 
-NUM_FAULTS, LAST_FAULT, MAX_TRIES = 10, 120, 60
+NUM_FAULTS = 10
+LAST_FAULT = 120
+MAX_TRIES = 60
 
 
 class Trial:
     """One run drawn by its seed. `faults` lists broken promises."""
 
     def __init__(self, seed: int, work: Path, storage: Any = None) -> None:
-        self._rng, self._work, self._seed = random.Random(seed), work, seed
+        self._rng = random.Random(seed)
+        self._work = work
+        self._seed = seed
         self.storage = storage or self._drawn_storage()
-        self._run_dir, self._num_machines = work / "run", 0
+        self._run_dir = work / "run"
+        self._num_machines = 0
         self._run_dir.mkdir(parents=True)
         (self._run_dir / "metrics.jsonl").write_text("{}\n")
         self._saved: dict[str, dict[str, bytes]] = {}
-        self._up, self._undone = 0, set[str]()
+        self._up = 0
+        self._undone = set[str]()
         self.faults: list[str] = []
 
     def _drawn_storage(self) -> Any:
@@ -243,7 +253,8 @@ class Trial:
         return FaultyStorage(faults={n: self._rng.choice(KINDS) for n in numbers}, late_by=late_by)
 
     def run(self) -> None:
-        step, own = 0, uploader(self._run_dir, self.storage)
+        step = 0
+        own = uploader(self._run_dir, self.storage)
         for _ in range(self._rng.randint(3, 5)):
             step += self._rng.randint(1, 2)
             self._save(step)
@@ -292,7 +303,8 @@ class Trial:
 
     def _lose_for_trial(self) -> None:
         with self.storage.undisturbed():
-            expected, taken = self._expected(), self._taken(self._machine())
+            expected = self._expected()
+            taken = self._taken(self._machine())
         if taken is not None and taken[1] != expected:
             self._tell(f"{taken} is taken, the storage shows {expected}")
         self._judge(taken)
@@ -312,7 +324,8 @@ class Trial:
         self._judge(taken)
         if taken is None:
             return None
-        self._run_dir, self._up = run_dir, taken[0]
+        self._run_dir = run_dir
+        self._up = taken[0]
         return taken[0]
 
     def _machine(self) -> Path:

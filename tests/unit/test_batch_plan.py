@@ -30,7 +30,8 @@ def random_case(seed: int) -> tuple[np.ndarray, RankPlan]:
 @pytest.mark.parametrize("seed", range(NUM_CASES))
 def test_a_batch_is_dealt_whole_within_the_limits_and_evenly(seed):
     lengths, plan = random_case(seed)
-    limits, num_ranks = plan.limits, plan.num_data_ranks
+    limits = plan.limits
+    num_ranks = plan.num_data_ranks
     dealt = plan.deal(lengths)
     micro_batches = list(itertools.chain(*dealt))
 
@@ -105,9 +106,11 @@ def test_the_first_epoch_goes_from_short_to_long_and_later_ones_are_shuffled():
     def schedule(start: Position = START) -> Schedule:
         return Schedule(shares, 7, 2, start, "short_first_epoch", lengths)
 
-    whole, plain = schedule(), Schedule(shares, 7, 2)
+    whole = schedule()
+    plain = Schedule(shares, 7, 2)
     batches = [whole.rows(step) for step in range(1, 11)]
-    first, second = np.concatenate(batches[:5]), np.concatenate(batches[5:])
+    first = np.concatenate(batches[:5])
+    second = np.concatenate(batches[5:])
     assert (np.diff(lengths[first]) >= 0).all()
     assert sorted(first) == sorted(np.concatenate([plain.rows(step) for step in range(1, 6)]))
     assert second.tolist() == np.concatenate([plain.rows(step) for step in range(6, 11)]).tolist()

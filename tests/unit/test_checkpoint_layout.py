@@ -257,7 +257,8 @@ def test_a_rename_that_was_carried_out_and_reported_as_failed_counts(tmp_path, m
 
 
 def test_another_runs_checkpoint_of_the_same_step_is_not_mistaken_for_ours(tmp_path, monkeypatch):
-    staging, real = stage(tmp_path, 2), os.rename
+    staging = stage(tmp_path, 2)
+    real = os.rename
 
     def lose_the_race(source: Any, target: Any) -> None:
         fsio.remove_tree(Path(source))

@@ -120,7 +120,8 @@ def test_a_run_whose_directory_was_deleted_may_not_go_on(tmp_path):
 
 @pytest.mark.parametrize("fault", ["copied over", "nonce overwritten", "emptied", "a link"])
 def test_a_fenced_run_does_not_hold_it(tmp_path, fault):
-    path, copy = tmp_path / LOCK, tmp_path / "copy"
+    path = tmp_path / LOCK
+    copy = tmp_path / "copy"
     with RunLock(tmp_path) as lock:
         shutil.copy(path, copy)
         if fault == "copied over":
@@ -139,7 +140,8 @@ def test_a_fenced_run_does_not_hold_it(tmp_path, fault):
 def test_a_lock_that_only_its_machine_sees_goes_to_the_later_run(tmp_path, monkeypatch):
     # as Lustre's localflock on two machines
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
-    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first = RunLock(tmp_path)
+    second = RunLock(tmp_path)
     first.acquire()
     second.acquire()
     assert second.is_held() and not first.is_held()
@@ -173,7 +175,8 @@ def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_pa
 
 
 def test_a_lock_on_a_file_removed_meanwhile_does_not_count(tmp_path, monkeypatch):
-    flock, calls = fcntl.flock, []
+    flock = fcntl.flock
+    calls = []
 
     def remove_first(descriptor: int, operation: int) -> None:
         if not calls:
@@ -206,7 +209,8 @@ def test_a_file_system_without_locks_is_refused_unless_it_is_accepted(
         ConfigError, match=r"(?s)without locks.*trainer\.checkpoint\.require_lock=false"
     ):
         RunLock(tmp_path).acquire(timeout_s=0)
-    first, second = RunLock(tmp_path, needs_flock=False), RunLock(tmp_path, needs_flock=False)
+    first = RunLock(tmp_path, needs_flock=False)
+    second = RunLock(tmp_path, needs_flock=False)
     first.acquire(timeout_s=0)
     assert first.is_held() and "has no locks" in caplog.text
     (tmp_path / LOCK).unlink()

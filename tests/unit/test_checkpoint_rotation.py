@@ -65,7 +65,8 @@ def damage(run: Run, chance: random.Random) -> None:
 
 
 def live_through(run: Run, chance: random.Random) -> None:
-    alive, before = True, set[int]()
+    alive = True
+    before = set[int]()
     for _ in range(NUM_EVENTS):
         event = chance.choice(["save", "save", "save", "damage"]) if alive else "restart"
         if event == "damage":

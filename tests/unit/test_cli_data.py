@@ -74,7 +74,8 @@ def test_counts_by_source_and_what_was_left_out(files, capsys):
     given = [*words(files, chats(files, ",repeat:2.5"), answers(files)), "data.val_ratio=0.25"]
     more = ["data.on_bad_row=skip", "data.truncation=drop"]
     tree = stats(capsys, *given, *more)
-    train, held_out = tree["train"], tree["validation"]
+    train = tree["train"]
+    held_out = tree["validation"]
     assert [train["sources"][name]["rows"] for name in ("chats", "answers")] == [9, 6]
     assert [held_out["sources"][name]["rows"] for name in ("chats", "answers")] == [3, 2]
     assert train["total"]["rows_per_epoch"] == 29
@@ -88,13 +89,15 @@ def test_counts_by_source_and_what_was_left_out(files, capsys):
 
 
 def test_duplicates_are_found_inside_train_and_in_validation(files, capsys):
-    val, end = files / "val.jsonl", "it is, and no other number"
+    val = files / "val.jsonl"
+    end = "it is, and no other number"
     append(files / "answers.jsonl", ("What is 1?", f"1 {end}"), ("What is 1?", "another"))
     append(val, ("What is 2?", f"2 {end}"), ("What is 99?", f"99 {end}"))
     held_out = f"data.val_files=[{{files:{val},prompt_key:q,response_key:a,chat_template:{files}/says.jinja}}]"
     given = [*words(files, answers(files)), held_out]
     found = stats(capsys, *given)["duplicates"]
-    inside, between = found["train"], found["validation_in_train"]
+    inside = found["train"]
+    between = found["validation_in_train"]
     place = [[f"{files}/answers.jsonl:9", f"{files}/answers.jsonl:2"]]
     assert inside == {"count": 1, "num_samples": 10, "share": 0.1, "places": place}
     place = [[f"{val}:1", f"{files}/answers.jsonl:3"]]

@@ -86,7 +86,8 @@ def test_prune_never_changes_what_a_resume_loads(tmp_path, call, monkeypatch):
     """In any state, and killed (an error nobody catches) before any operation."""
     outcomes = set[int | str]()
     for seed in short_or_full(range(40), full=range(60)):
-        chance, run_dir = random.Random(seed), tmp_path / str(seed)
+        chance = random.Random(seed)
+        run_dir = tmp_path / str(seed)
         random_state(run_dir, chance)
         before = resumed_step(run_dir)
         operations = list(range(chance.choice([10**4, chance.randrange(30)])))

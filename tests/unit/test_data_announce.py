@@ -7,7 +7,8 @@ from prepared import CHATS, OPTIONS, announced, run, write_rows
 
 from trainer.data.samples import Samples
 
-ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+ASK = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "hello"}
 THINKING = {**ANSWER, "reasoning_content": "hm", "rating": 5}
 
 
@@ -22,7 +23,8 @@ def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, ca
         samples = Samples([prepared.whole("rows")])
         return "\n".join(announced(samples, None, fixtures.make_tokenizer(), caplog))
 
-    plain, apart = lines(fixtures.CHATML), lines(fixtures.QWEN3)
+    plain = lines(fixtures.CHATML)
+    apart = lines(fixtures.QWEN3)
     assert "1 assistant turns are rendered without their reasoning" in plain
     assert "unused keys of messages: 'rating' 1" in plain
     assert "unused columns: 'context' 2" in plain

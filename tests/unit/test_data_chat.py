@@ -46,7 +46,8 @@ CHATML_LIKE = {
 @pytest.mark.covers("S3.9")
 @pytest.mark.parametrize("template", CHATML_LIKE.values(), ids=CHATML_LIKE)
 def test_answers_are_supervised_with_their_end_and_the_tokens_are_those_of_transformers(template):
-    tokenizer, messages = make_tokenizer(template), chat(*ANSWERS, system=True)
+    tokenizer = make_tokenizer(template)
+    messages = chat(*ANSWERS, system=True)
     sample = sample_of(messages, tokenizer, turns="together")
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert sample.input_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]

@@ -13,8 +13,10 @@ from prepared import encoded, sample_of, supervised
 from tokenizer_fixtures import make_tokenizer
 
 Message = dict[str, Any]
-USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "be kind"}
-ONE, TWO = {"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}
+USER = {"role": "user", "content": "hi"}
+SYSTEM = {"role": "system", "content": "be kind"}
+ONE = {"role": "assistant", "content": "one"}
+TWO = {"role": "assistant", "content": "two"}
 
 
 def calling(name: str, arguments: object) -> Message:

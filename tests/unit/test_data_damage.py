@@ -46,7 +46,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_found_told_and_mended(tmp_path, prepared, caplog, name, damage):
-    path, cache = prepared[0], tmp_path / "cache"
+    path = prepared[0]
+    cache = tmp_path / "cache"
     shutil.copytree(prepared[1], cache)
     expected = run(path, cache=prepared[1])
     directory = cache / "tokens" / expected.directory.name

@@ -15,7 +15,8 @@ from prepared import OPTIONS, run
 from trainer.config import RowKeys
 from trainer.errors import DataError
 
-USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "hello"}
 GOOD = json.dumps({"messages": [USER, ANSWER]}).encode() + b"\n"
 MANY = GOOD * 50
 
@@ -132,7 +133,8 @@ def test_bad_rows_of_a_file_whose_name_is_not_utf8_are_listed(tmp_path):
 
 
 def test_without_a_good_row_in_the_first_block_the_rest_is_not_read(tmp_path):
-    bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
+    bad = tmp_path / "bad.jsonl"
+    good = tmp_path / "good.jsonl"
     bad.write_bytes(b'{"text": 1}\n' * 600)
     good.write_bytes(MANY)
     options = replace(OPTIONS, keys=RowKeys())

@@ -18,7 +18,8 @@ import pytest
 
 from trainer.data.readers import iter_rows
 
-OLD, NEW = "1" * 40, "2" * 40
+OLD = "1" * 40
+NEW = "2" * 40
 SCRIPT = """
 import logging, sys
 from trainer.data.files import resolve_files

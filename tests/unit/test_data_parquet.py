@@ -58,7 +58,8 @@ def test_a_column_that_is_not_needed_is_not_read(tmp_path, odd):
 
 @pytest.mark.parametrize("odd", [NS, YEARS, NO_TEXT], ids=["nanoseconds", "far years", "no UTF-8"])
 def test_a_needed_column_with_an_odd_value_is_a_bad_row(tmp_path, odd):
-    path, keys = tmp_path / "rows.parquet", RowKeys(prompt_key="x.q", response_key="a")
+    path = tmp_path / "rows.parquet"
+    keys = RowKeys(prompt_key="x.q", response_key="a")
     fields = pa.StructArray.from_arrays([odd, pa.array(["one", "two"])], ["q", "other"])
     _, second = read(path, pa.table({"x": fields, "a": ["three", "four"]}), keys)
     assert [row.line for row in iter_rows(path, columns_of(keys)) if row.problem is not None] == [2]

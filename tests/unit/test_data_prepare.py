@@ -54,7 +54,8 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch):
     good = [chat(f"answer {number}") for number in range(30)]
     text = {"prompt": "a text", "completion": " goes on"}
     odd = [{"no": "chat"}, "{", chat("word " * 90), chat("bye", mood="x"), text]
-    file, found = write_rows(tmp_path / "rows.jsonl", *good, *odd, *good[:5]), []
+    file = write_rows(tmp_path / "rows.jsonl", *good, *odd, *good[:5])
+    found = []
     for count in (1, 3):
         with_cpus(monkeypatch, count)
         dataset = run(file, OPTIONS, cache=tmp_path / f"with{count}")

@@ -55,21 +55,24 @@ def _caches(cache: Path) -> list[Path]:
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_processes_that_prepare_at_once_see_the_same(tmp_path, has_locks):
     """Also where the file system of the cache has no locks."""
-    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(2000)), tmp_path / "cache"
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(2000))
+    cache = tmp_path / "cache"
     outcomes = _prepare_in_three_processes(path, cache, has_locks=has_locks)
     assert len(set(outcomes)) == 1
     assert len(_caches(cache)) == 1
 
 
 def test_whoever_waited_for_the_lock_does_not_prepare_again(tmp_path, monkeypatch):
-    encode, num_encodings = RowEncoder.encode, []
+    encode = RowEncoder.encode
+    num_encodings = []
 
     def counted(self: RowEncoder, conversations: Any) -> Any:
         num_encodings.append(1)
         return encode(self, conversations)
 
     monkeypatch.setattr(RowEncoder, "encode", counted)
-    path, cache = write_rows(tmp_path / "rows.jsonl", *good_rows(50)), tmp_path / "cache"
+    path = write_rows(tmp_path / "rows.jsonl", *good_rows(50))
+    cache = tmp_path / "cache"
     threads = [threading.Thread(target=run, args=(path,), kwargs={"cache": cache}) for _ in "12"]
     for thread in threads:
         thread.start()

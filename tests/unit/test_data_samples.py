@@ -76,7 +76,8 @@ def test_the_samples_of_a_row_stand_together_and_count_once():
 def test_the_fingerprint_is_what_it_was_and_covers_sources_and_repeats():
     one = source("a", 5, fingerprint="f" * 64, indices=np.array([0, 2, 4]))
     assert Samples([one]).fingerprint == "f6ef0d199f39e39b", "checkpoints rely on it"
-    a, b = source("a", 3), source("b", 3)
+    a = source("a", 3)
+    b = source("b", 3)
     variants = [[a], [source("a", 3, 2.0)], [a, b], [b, a], [a, source("b", 3, 1.5)]]
     assert len({Samples(variant).fingerprint for variant in variants}) == len(variants)
     renamed = [source("x", 3, fingerprint="a"), source("y", 3, fingerprint="b")]

@@ -19,7 +19,8 @@ from trainer.data.readers import iter_rows
 
 TEXT = RowKeys(text_key="text")
 TOKENIZER = fixtures.make_tokenizer(None)
-USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "hello"}
 CHAT = json.dumps([USER, ASSISTANT])
 
 
@@ -41,7 +42,8 @@ PACK = {
 
 @pytest.mark.parametrize("name", PACK)
 def test_lines_may_be_packed_and_have_bom_crlf_blank_lines_and_no_final_newline(tmp_path, name):
-    path, raw = tmp_path / name, b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xf0\x9f\x99\x82"}'
+    path = tmp_path / name
+    raw = b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xf0\x9f\x99\x82"}'
     path.write_bytes(PACK[name](raw[:9]) + PACK[name](raw[9:]))  # as `cat a.gz b.gz` makes it
     rows = [(row.line, row.record) for row in iter_rows(path, ())]
     assert rows == [(1, {"a": 1}), (4, {"a": "🙂"})]
@@ -136,7 +138,8 @@ def test_plain_text_is_trained_behind_its_prompt_or_the_tokenizers_beginning(
 
 
 def test_special_tokens_in_a_text_are_refused_or_parsed_as_asked():
-    row, tokenizer = {"text": "<s>one <|im_start|>"}, with_bos()
+    row = {"text": "<s>one <|im_start|>"}
+    tokenizer = with_bos()
     [reason] = marked(row, tokenizer, TEXT)
     assert reason.startswith("special token in content: the text contains '<s>'; remove it, or set")
     parse = marked(row, tokenizer, TEXT, special_in_content="parse")

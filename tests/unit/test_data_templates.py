@@ -12,7 +12,8 @@ from trainer.train.start.compose import load_config
 from trainer.train.start.inputs import prepare_data, source_at
 from trainer.train.start.preflight import find_files, read_chat_template
 
-USER, AGAIN = {"role": "user", "content": "How warm?"}, {"role": "user", "content": "And now?"}
+USER = {"role": "user", "content": "How warm?"}
+AGAIN = {"role": "user", "content": "And now?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 HI, BYE = ({"role": "assistant", "content": text} for text in ("Hi.", "Bye."))
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {}}}

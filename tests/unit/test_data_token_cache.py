@@ -21,7 +21,9 @@ def test_samples_are_those_of_the_rows_over_batches_blocks_and_files(tmp_path, m
     first = write_rows(tmp_path / "1.jsonl", *good_rows(6))
     second = write_rows(tmp_path / "2.jsonl", "", {"q": "last", "a": "row 🙂"})
     dataset = run([first, second], cache=tmp_path / "cache")
-    tokenizer, rows, summary = make_tokenizer(), dataset.rows, dataset.summary
+    tokenizer = make_tokenizer()
+    rows = dataset.rows
+    summary = dataset.summary
     answers = [*(row["a"] for row in good_rows(6)), "row 🙂"]
     for index, answer in enumerate(answers):
         input_ids, loss_mask = dataset.sample(index)
@@ -44,7 +46,8 @@ def test_second_call_does_not_tokenize(tmp_path, monkeypatch):
 
 
 def test_anything_that_matters_gives_another_directory(tmp_path):
-    rows, other = good_rows(3), {"q": "question 2", "a": "answer 3"}
+    rows = good_rows(3)
+    other = {"q": "question 2", "a": "answer 3"}
     datasets = [
         run_rows(tmp_path, *rows),
         run_rows(tmp_path, *rows, max_length=63),

@@ -125,7 +125,8 @@ MODES += [(name, "together") for name, family in FAMILIES.items() if family.toge
 @pytest.mark.parametrize("train_on", ["all", "last"])
 @pytest.mark.parametrize(("name", "turns"), MODES)
 def test_what_a_server_makes_the_model_generate_is_supervised(name, turns, train_on):
-    family, draw = FAMILIES[name], random.Random(name)
+    family = FAMILIES[name]
+    draw = random.Random(name)
     tokenizer = family.tokenizer()
     options = PrepareOptions(
         RowKeys(), 4096, turns=turns, train_on=train_on, template_kwargs=family.kwargs
@@ -153,7 +154,8 @@ def test_what_a_server_makes_the_model_generate_is_supervised(name, turns, train
 
 # --- by hand
 
-ASK, ONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "one"}
+ASK = {"role": "user", "content": "hi"}
+ONE = {"role": "assistant", "content": "one"}
 TWO = {"role": "assistant", "content": "two"}
 THINKING = [ASK, {**ONE, "reasoning_content": "hm"}, ASK, TWO]
 FIRST = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

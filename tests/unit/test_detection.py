@@ -28,7 +28,10 @@ def told(events: list[Anomaly]) -> list[tuple[int, str]]:
     return [(event.step, event.level.value) for event in events]
 
 
-HIGH_LOSS, USUAL, GRAD_59, GRAD_61 = (3.3, 1.0), (2.0, 1.0), math.exp(0.59), math.exp(0.61)
+HIGH_LOSS = (3.3, 1.0)
+USUAL = (2.0, 1.0)
+GRAD_59 = math.exp(0.59)
+GRAD_61 = math.exp(0.61)
 
 
 @pytest.mark.covers("S2.9", "S2.25")
@@ -63,11 +66,14 @@ def test_a_step_is_judged_by_loss_and_gradient(steps, expected):
 def test_the_device_skips_exactly_the_steps_that_are_severe(loss):
     """At the limits themselves and one float above them too."""
     seed = 11
-    rng, curve = np.random.default_rng(seed), healthy((loss, "heavy"), seed=seed, num_steps=700)
-    detector, num_severe = Detector(), 0
+    rng = np.random.default_rng(seed)
+    curve = healthy((loss, "heavy"), seed=seed, num_steps=700)
+    detector = Detector()
+    num_severe = 0
     assert detector.limits() == StepLimits(), "nothing is known yet"
     for step in range(700):
-        limits, values = detector.limits(), curve.values(step)
+        limits = detector.limits()
+        values = curve.values(step)
         if rng.random() < 0.2:
             values["train/loss"] *= rng.choice([1.4, 1.6, 3.0, 10.0])
             values["train/grad_norm"] *= rng.choice([1.0, 4.0, 8.0, 200.0])
@@ -100,7 +106,8 @@ def test_nonfinite_steps_are_reported_each_time_and_spoil_nothing(loss, grad_nor
     curve = constant(100)
     for step in (3, 50, 51):  # during warm-up too
         curve.loss[step], curve.grad_norm[step] = loss, grad_norm
-    detector, untouched = Detector(), Detector()
+    detector = Detector()
+    untouched = Detector()
     events = watch(curve, detector=detector)
     assert told(events) == [(3, "nonfinite"), (50, "nonfinite"), (51, "nonfinite")]
     watch(constant(97), detector=untouched)
@@ -120,7 +127,8 @@ def test_a_run_that_learns_nothing_is_dead_after_ten_steps(faulty):
 
 
 def test_batches_without_label_tokens_are_reported_at_once_and_dead_after_ten():
-    detector, events = Detector(), []
+    detector = Detector()
+    events = []
     for step in range(60):
         events += detector.observe(step, STEP if step < 40 else dict.fromkeys(STEP, 0.0))
     assert told(events) == [(40, "warn"), (49, "dead")]
@@ -137,7 +145,8 @@ def test_a_detector_restored_at_every_step_decides_alike(family):
     curve = decaying(spike(level(curve, at=200), at=90, loss=3, grad=27), at=300)
     curve.loss[150] = math.nan
     curve.loss[250:262] = 0.0
-    straight, restored = Detector(rules=rules), Detector(rules=rules)
+    straight = Detector(rules=rules)
+    restored = Detector(rules=rules)
     num_events = 0
     for step in range(500):
         state = json.loads(json.dumps(restored.state_dict(), allow_nan=False))
@@ -163,7 +172,8 @@ def test_a_detector_restored_at_every_step_decides_alike(family):
 )
 def test_a_rule_acts_where_its_limit_is_exceeded_for_long_enough(rule, series, expected):
     """`expected`: steps at which it acts, with the onsets."""
-    detector, events = Detector(rules=[rule]), []
+    detector = Detector(rules=[rule])
+    events = []
     for step, value in enumerate(series):
         events += detector.observe(step, STEP | {KEY: value})
     assert [(event.step, event.onset) for event in events] == expected

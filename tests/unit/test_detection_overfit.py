@@ -15,7 +15,8 @@ def judged(
     """The validations that are told to overfit, and the watch after them. It is restored from its
     state before each.
     """
-    watch, found = ValidationWatch(), []
+    watch = ValidationWatch()
+    found = []
     for step, (val, train) in enumerate(zip(val_losses, train_losses, strict=True)):
         state = json.loads(json.dumps(watch.state_dict()))
         watch = ValidationWatch()

@@ -15,11 +15,13 @@ from sweeps import short_or_full
 
 from trainer.train.detection import Detector, Level
 
-SEEDS, SEEDS_OF_TWO_KINDS = short_or_full(range(1), full=range(4)), range(6)
+SEEDS = short_or_full(range(1), full=range(4))
+SEEDS_OF_TWO_KINDS = range(6)
 """Runs of each family, and of those whose batches are of two kinds, which need more to be
 judged.
 """
-TRIPLE, QUINTUPLE = "spike x3, gradient x27", "spike x5, gradient x125"
+TRIPLE = "spike x3, gradient x27"
+QUINTUPLE = "spike x5, gradient x125"
 DRIFTS = ("drift +0.2% a step", "drift +1% a step", "drift +5% a step", "level +30%")
 ASKED = {
     name: FAULTS[name] for name in (TRIPLE, QUINTUPLE, "gradient x20", "gradient x100", *DRIFTS)
@@ -108,7 +110,8 @@ def test_a_spike_soon_after_the_steep_start_of_a_run_is_severe(fall_steps):
     """
     num_found = num_false = 0
     for seed in range(30):
-        generator, detector = np.random.default_rng(seed), Detector()
+        generator = np.random.default_rng(seed)
+        detector = Detector()
         steps = np.arange(1, 301)
         losses = (2 + 6 * np.exp(-steps / fall_steps)) * np.exp(generator.normal(0, 0.05, 300))
         norms = (1 + 9 * np.exp(-steps / fall_steps)) * np.exp(generator.normal(0, 0.3, 300))

@@ -122,7 +122,8 @@ def test_wrong_usage_is_refused_before_anything_is_written(
     tmp_path, capsys, monkeypatch, words, code, said
 ):
     monkeypatch.setattr(programs, "require_isolation", lambda: "")
-    run_dir, prompts = run_with(tmp_path / "run", 1), tmp_path / "q.jsonl"
+    run_dir = run_with(tmp_path / "run", 1)
+    prompts = tmp_path / "q.jsonl"
     prompts.write_text(json.dumps({"messages": CHAT}))
     assert command.main([str(run_dir), "--prompts", str(prompts), *words]) == code
     assert said in capsys.readouterr().err and not (run_dir / FILE_NAME).exists()

@@ -87,7 +87,8 @@ def as_ordinary_user(code: str, tests: list[str]) -> str:
 @pytest.fixture
 def server() -> Iterator[tuple[int, list[bytes]]]:
     """A port of this machine, and what it received."""
-    listening, received = socket.create_server(("127.0.0.1", 0)), list[bytes]()
+    listening = socket.create_server(("127.0.0.1", 0))
+    received = list[bytes]()
 
     def listen() -> None:
         try:

@@ -14,7 +14,8 @@ import yaml
 from trainer import errors
 
 ROOT = Path(__file__).parents[2]
-SBATCH, JOBSET = ROOT / "examples/slurm.sbatch", ROOT / "examples/kubernetes.yaml"
+SBATCH = ROOT / "examples/slurm.sbatch"
+JOBSET = ROOT / "examples/kubernetes.yaml"
 FAKE_SRUN = """#!/usr/bin/env bash
 echo "$@" >>{calls}
 case {behaviour} in

@@ -12,7 +12,8 @@ from trainer.train.detection import StepLimits
 from trainer.train.guard import Guard
 from trainer.train.parts import Decision
 
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 Events = list[tuple[str, int, str]]
 
 
@@ -167,7 +168,8 @@ def test_a_run_that_learns_nothing_from_the_start_is_stopped():
 @pytest.mark.parametrize("action", ["warn", "rollback", "stop"])
 def test_a_loss_that_keeps_rising_is_answered_as_configured(action):
     guard = new_guard(on_diverging=action)
-    step, decision = calm(guard, 200), Decision()
+    step = calm(guard, 200)
+    decision = Decision()
     onset = step
     while decision == Decision() and step < onset + 200:
         decision = guard.observe(step, signals(2.0 * 1.005 ** (step - onset)), is_skipped=False)

@@ -20,7 +20,8 @@ def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[Status]:
 
 def test_a_half_written_record_is_no_beat(status):
     file = status.open_rank(3)
-    old, new = Beat(9, 1.0, 5.0, "start"), Beat(9, 2.0, 1.0, "train")
+    old = Beat(9, 1.0, 5.0, "start")
+    new = Beat(9, 2.0, 1.0, "train")
     write_beat(file, old)
     assert status.beats() == {3: old}
     size = len(new.packed())

@@ -18,9 +18,11 @@ def steps(path: Path) -> list[int]:
 
 def test_a_line_is_read_once_when_it_is_whole_and_at_its_place(tmp_path):
     path = tmp_path / "rows.jsonl"
-    lines, places = JsonLines(path), []
+    lines = JsonLines(path)
+    places = []
     assert list(lines) == []
-    nested, torn = "[" * 100_000, '{"step": 1, "l'
+    nested = "[" * 100_000
+    torn = '{"step": 1, "l'
     with path.open("w") as file:
         for text, expected in (
             ('{"step": 1}\n{"step"', [1]),
@@ -55,7 +57,8 @@ def test_the_owner_of_a_file_cuts_a_torn_line_durably_and_a_guest_leaves_it(tmp_
     """To a guest a line looks torn that the owner is writing. The cut is durable before lines take
     its place.
     """
-    path, synced = tmp_path / "rows.jsonl", []
+    path = tmp_path / "rows.jsonl"
+    synced = []
     torn = b'{"step": 1}\n{"st'
     path.write_bytes(torn)
     file = AppendFile(path, is_guest=True)
@@ -71,7 +74,8 @@ def test_the_owner_of_a_file_cuts_a_torn_line_durably_and_a_guest_leaves_it(tmp_
 
 @pytest.mark.parametrize("is_removed", [False, True])
 def test_rows_go_on_at_the_path_when_the_file_is_moved_away(tmp_path, caplog, is_removed):
-    path, moved = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.1"
+    path = tmp_path / "rows.jsonl"
+    moved = tmp_path / "rows.jsonl.1"
     file = AppendFile(path)
     for step in (1, 2, 3, 4):
         if step == 3:
@@ -92,7 +96,8 @@ def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path):
 
 
 def test_no_row_is_written_through_a_link_or_into_what_is_no_file(tmp_path):
-    path, target = tmp_path / "rows.jsonl", tmp_path / "target"
+    path = tmp_path / "rows.jsonl"
+    target = tmp_path / "target"
     target.write_text("precious")
     for make in (lambda: path.symlink_to(target), lambda: os.mkfifo(path)):
         make()

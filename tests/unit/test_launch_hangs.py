@@ -69,7 +69,8 @@ def test_a_rank_stopped_for_too_long_ends_the_run_with_the_stacks_of_the_others(
     os.kill(second_pid, signal.SIGSTOP)
     code, stderr = end(run)
     assert code == 75
-    waiting, stopped = run.read("run/hang_1/rank_0.txt"), run.read("run/hang_1/rank_1.txt")
+    waiting = run.read("run/hang_1/rank_0.txt")
+    stopped = run.read("run/hang_1/rank_1.txt")
     assert " in wait_for_a_peer" in waiting and " in work_in_a_thread" in waiting
     assert " in train_until" not in waiting
     assert stopped.endswith("\n\nno stack: stopped by a signal\n")

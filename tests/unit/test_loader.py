@@ -18,7 +18,9 @@ from trainer.runtime.exit_codes import explain
 from trainer.runtime.progress import Position
 from trainer.runtime.signals import StopRequest
 
-NUM_SAMPLES, BATCH_SIZE, TWO_EPOCHS = 7, 3, 6
+NUM_SAMPLES = 7
+BATCH_SIZE = 3
+TWO_EPOCHS = 6
 UNLIMITED = Limits(None, None)
 
 

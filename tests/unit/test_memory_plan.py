@@ -47,7 +47,8 @@ EXPERTS = {
     "moe_intermediate_size": 48,
 }
 RECOMPUTE = "model.enable_gradient_checkpointing=true"
-CPU, LORA = "trainer.device=cpu", "model.lora_rank=4"
+CPU = "trainer.device=cpu"
+LORA = "model.lora_rank=4"
 OFFLOAD = "model.fsdp_config.cpu_offload=true"
 SHORT = [f"data.max_token_len_per_gpu={number * 1024}" for number in (3, 2, 1)]
 BOTH = (RECOMPUTE, SHORT[-1])
@@ -70,7 +71,9 @@ def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path, num_ra
     """hidden 64, ffn 96, 4 heads and 2 key heads of 16, vocabulary 163 (no multiple of 8), not
     tied, two layers.
     """
-    q, kv, mlp = [(64, 64), (64,)], [(32, 64), (32,)], [(96, 64), (96, 64), (64, 96)]
+    q = [(64, 64), (64,)]
+    kv = [(32, 64), (32,)]
+    mlp = [(96, 64), (96, 64), (64, 96)]
     layer = [*q, *kv, *kv, (64, 64), *mlp, (64,), (64,)]
     shapes = [*layer, *layer, (163, 64), (163, 64), (64,)]
     shard_bytes = sum(4 * math.ceil(rows / num_ranks) * math.prod(rest) for rows, *rest in shapes)
@@ -96,7 +99,8 @@ def test_one_card_holds_a_frozen_model_once(tmp_path):
 
 def test_recomputation_lowers_activations(tmp_path):
     """With offload the inputs of the layers are in host memory, except the two in use."""
-    kept, on_host = {}, {}
+    kept = {}
+    on_host = {}
     for how in ("false", "selective", "true", "offload"):
         words = [*tokens(4096, 512), f"model.enable_gradient_checkpointing={how}"]
         found = planned(tmp_path, 8, *words, num_hidden_layers=4, **WIDE)
@@ -171,7 +175,8 @@ def test_living_storages_are_counted_once_and_only_while_they_live():
     with live:
         live.enter(0, "a")
         first = torch.zeros(1000)
-        view, second = first[10:], first + 1
+        view = first[10:]
+        second = first + 1
         del first
         live.enter(0, "b")
         del view

@@ -171,7 +171,8 @@ def test_facts_of_a_batch_count_lengths_padding_imbalance_and_samples_without_la
     facts = length_facts(lengths, lengths // 3)
     assert facts["seq_prompt_len_mean"] == pytest.approx(float(np.mean(lengths - lengths // 3)))
     assert facts["seq_total_len_p95"] == sorted(lengths)[int(0.95 * 97)]
-    lengths, counts = np.array([10, 20, 30]), np.array([5, 0, 10])
+    lengths = np.array([10, 20, 30])
+    counts = np.array([5, 0, 10])
     facts = deal_facts(lengths, counts, [[[0, 1], []], [[2], []]], Limits(40, None))
     assert facts["data/pad_frac"] == 2 / 62 and facts["data/token_imbalance"] == 1.0
     assert facts["data/empty_label"] == 1 and facts["data/packing_efficiency"] == 60 / 80

@@ -89,7 +89,8 @@ def test_a_directory_of_damaged_checkpoints_takes_the_mirrors(run_dir):
 
 def test_rotation_spares_what_goes_up(run_dir):
     storage = FaultyStorage()
-    own, put = uploader(run_dir, storage), storage.put_file
+    own = uploader(run_dir, storage)
+    put = storage.put_file
 
     def rotate_meanwhile(lpath: str, rpath: str, **kwargs: object) -> None:
         commit(run_dir, 4) if not (run_dir / "global_step_4").exists() else None
@@ -149,7 +150,8 @@ def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
 ):
     monkeypatch.setattr(process, "RETRY_AFTER_S", 0.0)
     monkeypatch.setattr(process, "POLL_S", 0.01)
-    storage, ending = FaultyStorage(4, "refused"), threading.Event()
+    storage = FaultyStorage(4, "refused")
+    ending = threading.Event()
     (run_dir / "events.jsonl").write_text(START)
     save(run_dir, 2)
     following = threading.Thread(
@@ -172,7 +174,8 @@ def test_a_storage_that_stays_away_does_not_hold_up_the_end(kind, run_dir, monke
     monkeypatch.setattr(process, "SAVE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(process, "LAST_RETRY_AFTER_S", (0.0, 0.0))
     faults = {6: "silent"} if kind == "silent" else dict.fromkeys(range(99), "refused")
-    storage, ending = FaultyStorage(faults=faults), threading.Event()
+    storage = FaultyStorage(faults=faults)
+    ending = threading.Event()
     save(run_dir, 2)
     if kind == "absent":
         ending.set()
@@ -220,7 +223,8 @@ def test_other_machines_wait_for_what_arrives_and_no_longer(
     """Nine times as long as they would wait for nothing; the clock is made up."""
     words = ["hang_timeout_s=350", f"checkpoint.mirror={URL}", f"default_local_dir={run_dir}"]
     staging = run_dir / f"{layout.STAGING_PREFIX}global_step_4.1"
-    now, tries = [0.0], iter(range(100))
+    now = [0.0]
+    tries = iter(range(100))
     staging.mkdir()
 
     def sleep(seconds: float) -> None:

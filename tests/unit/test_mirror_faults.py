@@ -134,7 +134,8 @@ def test_a_pointer_that_is_not_seen_is_no_success(kind, run_dir, tmp_path):
     storage = mirrored(run_dir, 2, 4)
     own = uploader(run_dir, storage)
     roll_back(run_dir, 2, [], [])
-    storage.faults, storage.late_by = {storage.count + 6: kind}, 9
+    storage.faults = {storage.count + 6: kind}
+    storage.late_by = 9
     with pytest.raises(StorageError):
         own.sync()
     for _ in range(4):
@@ -159,7 +160,9 @@ def test_a_damaged_file_lets_the_one_before_be_taken(run_dir, tmp_path, caplog):
 def test_a_disk_that_is_full_while_a_checkpoint_comes_back_is_told_and_tried_again(
     run_dir, tmp_path, monkeypatch
 ):
-    storage, new, write = mirrored(run_dir, 2), tmp_path / "new", fsio.HashingFile.write
+    storage = mirrored(run_dir, 2)
+    new = tmp_path / "new"
+    write = fsio.HashingFile.write
     written: list[bytes] = []
 
     def full(file: fsio.HashingFile, data: bytes) -> int:
@@ -189,7 +192,8 @@ def put_logs(storage: FaultyStorage, *members: str, data: bytes = b"{}\n") -> No
 
 
 def test_only_logs_of_a_sane_size_are_unpacked(run_dir, tmp_path, caplog):
-    storage, new = mirrored(run_dir, 2), tmp_path / "new"
+    storage = mirrored(run_dir, 2)
+    new = tmp_path / "new"
     put_logs(storage, "metrics.jsonl", "proofs/x.json", ".train.lock", "../x", "global_step_9/x")
     assert restored(new, storage) is not None
     assert {"metrics.jsonl", "proofs", "global_step_2"} <= {path.name for path in new.iterdir()}
@@ -204,7 +208,8 @@ def test_only_logs_of_a_sane_size_are_unpacked(run_dir, tmp_path, caplog):
 def test_two_processes_never_upload_one_run_at_once(run_dir):
     storage = FaultyStorage()
     save(run_dir, 2)
-    first, second = uploader(run_dir, storage), uploader(run_dir, storage)
+    first = uploader(run_dir, storage)
+    second = uploader(run_dir, storage)
     refused = []
 
     def put_file(lpath, rpath, **kwargs):

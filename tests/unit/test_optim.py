@@ -168,7 +168,8 @@ def test_every_parameter_has_its_own_rate_and_decay(kind, groups, state_dtype):
         is_matrix = kind == "muon" and name in MATRICES
         moments = {"momentum_buffer"} if is_matrix else {"step", "exp_avg", "exp_avg_sq"}
         assert set(optimizer.state[parameter]) == moments, name
-        scale, decay = (1.0, 0.3 * (name in DECAYED))
+        scale = 1.0
+        decay = 0.3 * (name in DECAYED)
         if groups:
             scale, decay = GROUPED.get(name, (scale, decay))
         expected = plain_steps(

@@ -92,7 +92,8 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_one_made_to_exhaust_the_machine_is_refused_at_once(text, reason):
-    path, started = write("own.yaml", text), time.process_time()
+    path = write("own.yaml", text)
+    started = time.process_time()
     with pytest.raises(ConfigError, match=f"(?s)recipe {path}.*{reason}"):
         load_config([f"experiment={path}"])
     assert time.process_time() - started < 2

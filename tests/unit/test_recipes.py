@@ -13,7 +13,8 @@ RECIPES = sorted(path.stem for path in (REPOSITORY / "conf/experiment").glob("*.
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_composes_and_stands_alone(name):
-    config, defaults = load_config([f"experiment={name}"]), load_config([])
+    config = load_config([f"experiment={name}"])
+    defaults = load_config([])
     assert config.data.train_files != QUICKSTART
     assert config.model.partial_pretrain != QUICKSTART
     assert config.trainer.default_local_dir != defaults.trainer.default_local_dir

@@ -173,7 +173,8 @@ def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows():
     assert groups["completions/clipped_ratio"] == "length"
     assert metrics["completions/clipped_ratio"].direction == "down"
     assert metrics["reward"].direction == metrics["rewards/PlaneMatchString/mean"].direction == "up"
-    shortest, mean = metrics["completions/min_length"], metrics["completions/mean_length"]
+    shortest = metrics["completions/min_length"]
+    mean = metrics["completions/mean_length"]
     assert (shortest.maximum, shortest.maximum_step, mean.maximum) == (379, 2825, 481)
 
 

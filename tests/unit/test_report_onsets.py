@@ -55,7 +55,8 @@ def test_checkpoints_that_are_not_next_to_a_log_are_not_missed(tmp_path, saved):
 
 
 def test_format_hacking_is_told_from_the_step_at_which_the_form_begins_to_rise():
-    log, rng = healthy("grpo"), np.random.default_rng(0)
+    log = healthy("grpo")
+    rng = np.random.default_rng(0)
     steps = log.series["kl"].steps
     at = len(steps) // 2
     forms = 0.3 + 0.6 * (np.arange(len(steps)) - at).clip(0) / (len(steps) - at)

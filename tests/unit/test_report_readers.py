@@ -158,7 +158,8 @@ def test_our_event_files_read_like_metrics_jsonl_over_a_restart(tmp_path, monkey
             if step % 2 == 0:
                 tracking.log({"val/loss": float(step)}, step=step)
         tracking.finish(0)
-    truth, log = read_run(tmp_path), read_run(tmp_path / "tensorboard")
+    truth = read_run(tmp_path)
+    log = read_run(tmp_path / "tensorboard")
     assert (truth.source, log.source) == ("fsdp-sft", "tensorboard")
     for key in ("train/loss", "train/lr", "val/loss"):
         assert log.series[key].by_step() == truth.series[key].by_step(), key

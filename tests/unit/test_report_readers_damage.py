@@ -39,7 +39,8 @@ def read_or_refuse(path: Path, damage: str) -> None:
 @pytest.mark.parametrize("name", WRITERS)
 def test_damage_anywhere_is_survived_or_refused(tmp_path, name):
     target, file = written(tmp_path, name)
-    content, generator = file.read_bytes(), np.random.default_rng(SEED)
+    content = file.read_bytes()
+    generator = np.random.default_rng(SEED)
     sizes = generator.integers(0, len(content), NUM_DAMAGES).tolist()
     for size in (*range(0, 40, 3), *sizes, len(content) - 1):
         file.write_bytes(content[:size])

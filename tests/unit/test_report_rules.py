@@ -125,7 +125,8 @@ def test_a_policy_loss_near_zero_or_negative_is_no_fault():
 @pytest.mark.covers("S2.9")
 def test_gradient_norms_are_judged_against_the_runs_own_level():
     """Norms of 30 000 all along are usual for that run; a thousand times its own level is not."""
-    calm, wild = analyse(swift_run(1, has_bursts=False)), analyse(swift_run(1))
+    calm = analyse(swift_run(1, has_bursts=False))
+    wild = analyse(swift_run(1))
     assert not of_rule(calm, "grad_high") and not of_rule(calm, "grad_range")
     explosion = of_rule(wild, "grad_high")[0]
     assert "up to 5.5e7 at step 5145" in explosion.title

@@ -32,7 +32,9 @@ def test_rounding_is_right_on_average_over_keys_and_over_elements(share, sign):
     """Rounded up `share` of the time: within five standard deviations of the mean of so many
     draws.
     """
-    value, num_keys, num_elements = sign * (1 + share * UNIT), 400, 1000
+    value = sign * (1 + share * UNIT)
+    num_keys = 400
+    num_elements = 1000
     draws = torch.stack(
         [
             rounding.rounded(

@@ -18,7 +18,8 @@ from trainer.checkpoint.snapshot import ALIGNMENT_BYTES, HostBuffers, Snapshot
 from trainer.runtime.processes import begun
 from trainer.runtime.progress import History
 
-CPU, CARD = torch.device("cpu"), torch.device("cuda", 3)
+CPU = torch.device("cpu")
+CARD = torch.device("cuda", 3)
 
 
 class FakeCuda:
@@ -149,7 +150,8 @@ def test_the_copy_is_the_state_bit_for_bit_and_shares_nothing_with_it(cuda, devi
 
 def test_one_block_of_the_size_of_the_state_is_page_locked_once(cuda, blocks):
     buffers = HostBuffers(CARD)
-    first, second = buffers.copy(state()), buffers.copy(state())
+    first = buffers.copy(state())
+    second = buffers.copy(state())
     assert [t.data_ptr() for t in all_tensors(first)] == [t.data_ptr() for t in all_tensors(second)]
     distinct = {tensor.data_ptr(): tensor.nbytes for tensor in all_tensors(first) if tensor.nbytes}
     assert 0 <= blocks[0] - sum(distinct.values()) < len(distinct) * ALIGNMENT_BYTES

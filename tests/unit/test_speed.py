@@ -49,7 +49,8 @@ def counted_flops(
     model = build_toy_model(world, source, **changes)
     cost = flops.step_flops(model)
     assert cost is not None
-    found, expected = [], []
+    found = []
+    expected = []
     for num_loss_tokens in (64, 32, 1):
         supervised_S = torch.arange(num_loss_tokens)
         documents = replace(

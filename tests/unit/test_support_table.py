@@ -19,6 +19,7 @@ def test_every_causal_language_model_of_transformers_is_tried_or_left_out_with_a
 
 @pytest.mark.parametrize("table", [support_table.TABLE, checkpoint_table.TABLE])
 def test_the_page_shows_the_results(table):
-    results, page = table.read(), PAGE.read_text(encoding="utf-8")
+    results = table.read()
+    page = PAGE.read_text(encoding="utf-8")
     assert list(results[table.key]) == list(table.names)
     assert page == table.page(results, page), f"run: python {table.command}"

@@ -205,7 +205,8 @@ def test_rows_that_no_disk_took_are_counted_at_the_end(tmp_path, monkeypatch, ca
 
 
 def test_flush_reaches_the_disk_without_waiting_for_it(tmp_path, monkeypatch):
-    release, synced = threading.Event(), threading.Semaphore(0)
+    release = threading.Event()
+    synced = threading.Semaphore(0)
 
     def slow_disk(descriptor: int) -> None:
         assert threading.current_thread() is not threading.main_thread(), "training waits for it"

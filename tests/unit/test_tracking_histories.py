@@ -10,7 +10,8 @@ from trainer.errors import EXIT_DONE, EXIT_RESUMABLE
 from trainer.tracking import Tracking
 from trainer.tracking import histories as tracking_histories
 
-STEPS, STEPS_PER_EPOCH = 12, 4
+STEPS = 12
+STEPS_PER_EPOCH = 4
 SEED = 20
 
 

@@ -19,7 +19,8 @@ class Server:
     the library returns.
     """
 
-    offline, url = False, URL
+    offline = False
+    url = URL
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

@@ -59,7 +59,8 @@ def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str
 @pytest.mark.covers("S0.5", "S0.8", "S0.25", "S3.11")
 def test_a_validation_is_the_same_however_it_is_packed_and_dealt():
     samples = Samples()
-    per_document, all_losses = [], []
+    per_document = []
+    all_losses = []
     for index in range(30):
         losses = 1.0 + 0.1 * index + 0.01 * np.flatnonzero(samples.sample(index)[1][1:])
         per_document.append((losses.sum(), len(losses)))

@@ -17,7 +17,8 @@ OF_A_CHECKOUT = {"launch/environment.sh"}
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The content of a wheel built from the working tree, far from any checkout."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source")
+    target = tmp_path_factory.mktemp("site")
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("trainer", "conf"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)

@@ -9,7 +9,8 @@ from typing import Any
 FILE_HEADER_BYTES = 7
 BLOCK_BYTES = 32768
 FRAGMENT = struct.Struct("<IHB")
-FULL, LAST = 1, 4
+FULL = 1
+LAST = 4
 """Types of the fragment that ends a record."""
 
 
