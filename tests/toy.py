@@ -47,6 +47,9 @@ class OneSource:
     def record(self) -> list[dict[str, Any]]:
         return []
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
     def source_of(self, ids: Any) -> np.ndarray:
         return np.zeros(len(ids), dtype=np.int64)
 

@@ -57,7 +57,7 @@ def test_a_batch_is_dealt_whole_within_the_limits_and_evenly(seed):
 
 def test_a_sample_longer_than_the_limit_is_refused():
     lengths = np.array([3, 9, 4])
-    why = r"a sample of 9 tokens exceeds data\.max_token_len_per_gpu=8; raise it"
+    why = r"data\.max_token_len_per_gpu=8 is less than a sample's 9 tokens\.\nFix: raise it"
     with pytest.raises(ConfigError, match=why):
         RankPlan(0, 2, Limits(8, None), 0.0).deal(lengths)
     RankPlan(0, 2, Limits(9, None), 0.0).deal(lengths)

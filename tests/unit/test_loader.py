@@ -181,6 +181,6 @@ def test_a_worker_that_is_killed_is_told_without_a_stack():
 
 def test_a_checkpoint_of_another_position_is_not_taken_over():
     saved = loader(start=Position(1, 0, 3)).state_dict()
-    with pytest.raises(RuntimeError, match="but the data would continue at"):
+    with pytest.raises(RuntimeError, match="but the data loader is at"):
         loader().load_state_dict(saved)
     loader(start=Position(1, 0, 3)).load_state_dict(saved)

@@ -17,16 +17,14 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch: documents laid end to end. No document attends to a different one.
+    """One micro-batch: documents laid end to end. No token attends to another document.
 
-    `labels_T` is already shifted: `labels_T[t]` is the token to predict after reading
-    `input_ids_T[:t + 1]` of the same document, or `IGNORE_INDEX`. `cu_seqlens_D1` are the document
-    bounds, first 0, last T, int32; `seqlens` holds the document lengths on the host, so that no
-    kernel launch waits for the device. A batch without samples has one padding token and no label.
-    A rank without work runs such a batch, so that all ranks call the same collectives.
+    `labels_T` is already shifted: `labels_T[t]` is the token that follows `input_ids_T[t]` in its
+    document, or `IGNORE_INDEX`. `cu_seqlens_D1` holds the document bounds from 0 to T, int32.
 
-    In a `share`, fields by token (T, S, and their counts) cover only this rank's tokens; fields by
-    document cover all documents.
+    A rank without work runs a batch of one padding token without a label, so that all ranks call
+    the same collectives. In a `share`, fields by token (T, S, and their counts) cover only this
+    rank's tokens; fields by document cover all documents.
     """
 
     input_ids_T: Tensor
@@ -34,11 +32,9 @@ class PackedBatch:
     position_ids_T: Tensor
     cu_seqlens_D1: Tensor
     seqlens: tuple[int, ...]
-    """Document lengths as Python integers (host copy of the differences of `cu_seqlens_D1`)."""
+    """Document lengths. They are on the host, so that no kernel launch waits for the device."""
     supervised_S: Tensor
-    """Indices of the positions in `labels_T` that carry a label, int64. The head computes only
-    these positions.
-    """
+    """Positions in `labels_T` that hold a label, int64. The head computes only these positions."""
     num_loss_tokens: int
     sample_ids: tuple[int, ...]
     sources_D: Tensor
@@ -51,16 +47,17 @@ class PackedBatch:
         cls,
         input_ids_T: Tensor,
         labels_T: Tensor,
-        supervised_S: Tensor,
         *,
         seqlens: tuple[int, ...],
         sample_ids: tuple[int, ...],
         sources_D: Tensor | None = None,
     ) -> "PackedBatch":
-        """Make a batch on the host from documents of these lengths, laid end to end.
-
-        If `sources_D` is None, all documents come from the first source.
+        """Return a batch of documents with these lengths, on the host. By default, all documents
+        come from the first source.
         """
+        supervised_S = (labels_T != IGNORE_INDEX).nonzero()[:, 0]
+        if sources_D is None:
+            sources_D = torch.zeros(len(seqlens), dtype=torch.int64)
         return cls(
             input_ids_T=input_ids_T,
             labels_T=labels_T,
@@ -70,14 +67,12 @@ class PackedBatch:
             supervised_S=supervised_S,
             num_loss_tokens=len(supervised_S),
             sample_ids=sample_ids,
-            sources_D=torch.zeros(len(seqlens), dtype=torch.int64)
-            if sources_D is None
-            else sources_D,
+            sources_D=sources_D,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle tensors by value. To share a tensor between processes, torch would use a socket in
-        TMPDIR, whose path may be too long.
+        """Pickle tensors as arrays. To send a tensor to another process, torch would use a socket
+        in TMPDIR, whose path may be too long.
         """
         return {
             name: value.numpy() if isinstance(value, Tensor) else value
@@ -95,14 +90,13 @@ class PackedBatch:
     def share(self, rank: int, size: int) -> "PackedBatch":
         """Return the tokens that rank `rank` of `size` holds.
 
-        If there are fewer than `size` tokens, each of the last ranks holds one padding token. The
-        padding tokens form a separate document.
+        If there are fewer than `size` tokens, padding tokens are appended as a separate document,
+        so that every rank holds one token.
         """
         if (missing := size - len(self.input_ids_T)) > 0:
             return PackedBatch.of(
                 F.pad(self.input_ids_T, (0, missing)),
                 F.pad(self.labels_T, (0, missing), value=IGNORE_INDEX),
-                self.supervised_S,
                 seqlens=(*self.seqlens, missing),
                 sample_ids=self.sample_ids,
                 sources_D=F.pad(self.sources_D, (0, 1)),
@@ -128,7 +122,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that come from samples, without padding; 0 if there are no samples."""
+        """Number of tokens without padding."""
         return max(
             0, min(len(self.input_ids_T), sum(self.seqlens[: len(self.sample_ids)]) - self.start)
         )
@@ -147,30 +141,27 @@ class PackedBatch:
 
 
 def share_lengths(num_tokens: int, size: int) -> list[int]:
-    """Return the number of a micro-batch's tokens that each of `size` ranks holds, in rank
-    order.
-    """
+    """Return how many of a micro-batch's tokens each of `size` ranks holds, in rank order."""
     return [num_tokens * (rank + 1) // size - num_tokens * rank // size for rank in range(size)]
 
 
 class LossOutput(NamedTuple):
-    """Losses and hits of a micro-batch. It is a tuple, because FSDP searches tuples for the tensors
-    that carry gradients.
+    """Losses and hits of a micro-batch. This is a tuple because FSDP looks in tuples for tensors
+    with gradients.
     """
 
     loss_sum: Tensor
-    """Sum of the trained loss over the supervised positions, a float64 scalar. The backward pass
-    starts from it. Without gradients it is the sum of `losses_S`.
+    """Sum of the trained loss over the supervised positions, a float64 scalar, from which the
+    backward pass starts. Without gradients it is the sum of `losses_S`.
     """
     losses_S: Tensor
     """Cross-entropy of each supervised position, float32, without gradient. `loss_sum` is its sum
     unless the model trains a different loss.
     """
     hits_S: Tensor
-    """True where no token was likelier than the label."""
+    """True where the label was the likeliest token; ties count."""
     terms_K: Tensor | None = None
-    """Sums of the trained loss's additional terms, all but the main one; float64, without gradient.
-    """
+    """Sums of the trained loss's other terms, without the main one; float64, without gradient."""
 
 
 def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,11 +180,9 @@ def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's micro-batches in one optimizer step, and the global counts by which the loss is
-    divided.
+    """One rank's micro-batches in one optimizer step, and counts of the global batch.
 
-    Every rank holds the same number of micro-batches; `num_loss_tokens` and `num_samples` count the
-    whole global batch.
+    Every rank holds the same number of micro-batches. The loss is divided by `num_loss_tokens`.
     """
 
     step: int
@@ -204,9 +193,7 @@ class StepBatch:
     num_tokens: int
     num_samples: int
     lengths: tuple[int, ...] = ()
-    """Number of tokens of each sample in the global batch. The cost of attention grows faster than
-    this number.
-    """
+    """Number of tokens of each sample in the global batch, to compute the cost of attention."""
     sample_ids: tuple[int, ...] = ()
     """Sample ids of the global batch, in epoch order. A sample may occur twice if its source is
     repeated.
@@ -216,9 +203,9 @@ class StepBatch:
     is only one source.
     """
     length_facts: Mapping[str, float] = field(default_factory=dict)
-    """Statistics of the sample lengths. `deal_facts` describes how the batch was packed and dealt.
-    """
+    """Statistics of the sample lengths."""
     deal_facts: Mapping[str, float] = field(default_factory=dict)
+    """Statistics of how the batch was packed and dealt to ranks."""
 
     def pin_memory(self) -> "StepBatch":
         return replace(

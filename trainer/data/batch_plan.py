@@ -1,14 +1,13 @@
-"""Decides which rows a step trains, and how ranks share their samples.
+"""Decides which rows a step trains, and which rank computes which samples.
 
 All functions here depend only on seed, epoch, lengths and counts, and use no torch.
 
-A keyed permutation decides which row is trained at which place of an epoch. It is computed only for
-the places that are asked for, so no process keeps a list of all rows. The validation rows are drawn
-with the same permutation.
+A keyed permutation decides which row is trained at which place of an epoch. Each step computes it
+only for its batch, so no process keeps a list of all rows. The same permutation draws the
+validation rows.
 
-A global batch is a set of rows. A row is one sample, or several samples that stay together if a
-conversation is divided by turns. Wherever samples of an epoch, a batch or a position are counted, a
-row counts as one. Splitting a batch into micro-batches and ranks only decides who computes what.
+A global batch is a set of rows. A row is one sample, or several samples if a conversation is
+divided by turns. Counts of samples in an epoch, batch or position count such a row once.
 """
 
 import math
@@ -29,7 +28,7 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of a source, and how often an epoch trains them. With `repeat` 2.5, an epoch trains
+    """The rows of a source, and how often an epoch trains them. If `repeat` is 2.5, an epoch trains
     each row twice and half of the rows a third time.
     """
 
@@ -38,23 +37,23 @@ class Share:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in each epoch; half a sample is rounded up."""
+        """Number of samples in each epoch. Half a sample is rounded up."""
         return math.floor(self.num_rows * self.repeat + 0.5)
 
 
 def permuted(places: np.ndarray, size: int, key: int) -> np.ndarray:
     """Map `places` through the permutation of 0 .. size - 1 that `key` selects; int64.
 
-    The permutation is a Feistel network on pairs of remainders (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002). There are `size` pairs and at most 2 sqrt(size) more. A place
-    that lands outside 0 .. size - 1 is enciphered again.
+    The permutation is a Feistel network on pairs (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002). The pairs stand for 0 .. size - 1 and at most 2 sqrt(size) more numbers; a
+    place that lands on one of those is enciphered again.
     """
     width = math.isqrt(max(size, 1) - 1) + 1
     sizes = (np.uint64(-(-size // width)), np.uint64(width))
     generator = np.random.Generator(np.random.Philox(key))
     keys = generator.integers(0, 2**64, size=NUM_ROUNDS, dtype=np.uint64)
-    found = np.asarray(places, dtype=np.uint64)
-    found, outside = found.copy(), np.arange(len(found))
+    found = np.array(places, dtype=np.uint64)
+    outside = np.arange(len(found))
     while len(outside):
         found[outside] = _enciphered(found[outside], sizes, keys)
         outside = outside[found[outside] >= size]
@@ -72,8 +71,8 @@ def _enciphered(
 
 
 def _scattered(values: np.ndarray) -> np.ndarray:
-    """Apply the last steps of SplitMix64 (Steele, Lea and Flood 2014), which make each of the 64
-    bits depend on all bits of the value.
+    """Make each of the 64 bits depend on all bits of the value, as the last steps of SplitMix64 do
+    (Steele, Lea and Flood 2014).
     """
     for shift, multiplier in zip(_SHIFTS[:2], _MULTIPLIERS, strict=True):
         values = (values ^ (values >> shift)) * multiplier
@@ -83,11 +82,11 @@ def _scattered(values: np.ndarray) -> np.ndarray:
 def rows_at(
     places: np.ndarray, shares: tuple[Share, ...], *, seed: int, epoch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (index of the source, row in the source) at `places` (int64) of an epoch; int64.
+    """Return (index of the source, row in the source) for each place of an epoch; int64.
 
-    If an epoch trains some rows of a source once more than the others, it takes these rows from a
-    fixed order of that source. The next epoch continues in this order. So over all epochs the
-    counts of two rows of a source differ by at most one.
+    If an epoch trains some rows of a source once more than the others, it takes them from a fixed
+    order of the source, in which the next epoch continues. So at the end of any epoch, two rows of
+    a source have been trained equally often, give or take one.
     """
     bounds = np.cumsum([0, *(share.num_samples for share in shares)])
     slots = permuted(places, int(bounds[-1]), seeding.key("epoch", seed, epoch))
@@ -97,7 +96,7 @@ def rows_at(
         times, num_more = divmod(share.num_samples, share.num_rows)
         own = np.flatnonzero(sources == number)
         once_more = own[rows[own] >= times * share.num_rows]
-        turns = (rows[once_more] - times * share.num_rows + epoch * num_more) % share.num_rows
+        turns = (rows[once_more] + epoch * num_more) % share.num_rows
         rows[own] %= share.num_rows
         rows[once_more] = permuted(turns, share.num_rows, seeding.key("source", seed, number))
     return sources, rows
@@ -106,8 +105,8 @@ def rows_at(
 def held_out_rows(num_rows: int, val_ratio: float, *, seed: int) -> np.ndarray:
     """Return the rows held out for validation, ascending, int64.
 
-    If there are two rows or more, at least one is held out and at least one is kept for training.
-    With a ratio of 0, no row is held out.
+    Of two or more rows, at least one is held out and at least one is kept for training. With a
+    ratio of 0, no row is held out.
     """
     if val_ratio <= 0 or num_rows < 2:
         return np.zeros(0, dtype=np.int64)
@@ -130,11 +129,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which a run trains rows from `start` on. Each step trains the next B rows of its
-    epoch.
+    """The order in which a run trains rows, beginning at `start`. Each step trains the next
+    `batch_size` rows of its epoch; the last step of an epoch trains the remaining ones.
 
-    The last batch of an epoch holds the remaining rows; no row is dropped. A schedule that starts
-    at one of its own positions with the same values continues in the same order, even with a
+    A schedule that starts at a position of a previous one continues its order, even with a
     different batch size.
     """
 
@@ -145,7 +143,7 @@ class Schedule:
     order: str = "shuffled"
     """A key of `ORDERS`."""
     lengths: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """Number of tokens of each row, int64, for an order that needs them."""
+    """Number of tokens of each row, int64, for orders that need it."""
 
     @property
     def num_samples(self) -> int:
@@ -157,39 +155,28 @@ class Schedule:
         return math.ceil(self.num_samples / self.batch_size)
 
     @property
-    def _steps_left_in_first_epoch(self) -> int:
+    def _steps_skipped(self) -> int:
+        """Number of steps by which the epoch of `start` is shorter than a whole one."""
         num_left = max(0, self.num_samples - self.start.samples_consumed)
-        return math.ceil(num_left / self.batch_size)
+        return self.steps_per_epoch - math.ceil(num_left / self.batch_size)
 
     def position(self, step: int) -> Position:
         """Return the position after `step` finished steps. `step` must not be before `start`."""
         start = self.start
         assert step >= start.step
         num_steps = step - start.step
-        if num_steps < self._steps_left_in_first_epoch:
+        num_epochs, place = divmod(self._steps_skipped + num_steps, self.steps_per_epoch)
+        if num_epochs == 0:
             return Position(step, start.epoch, start.samples_consumed + num_steps * self.batch_size)
-        num_epochs, num_steps = divmod(
-            num_steps - self._steps_left_in_first_epoch, self.steps_per_epoch
-        )
-        return Position(step, start.epoch + 1 + num_epochs, num_steps * self.batch_size)
+        return Position(step, start.epoch + num_epochs, place * self.batch_size)
 
     def steps_until(self, total_epochs: int) -> int:
-        """Return the number of finished steps of the whole run once `total_epochs` epochs are
-        done.
-        """
+        """Return the number of steps of the whole run up to the end of `total_epochs` epochs."""
         num_epochs = total_epochs - self.start.epoch
-        if num_epochs <= 0:
-            return self.start.step
-        return (
-            self.start.step
-            + self._steps_left_in_first_epoch
-            + (num_epochs - 1) * self.steps_per_epoch
-        )
+        return self.start.step + max(0, num_epochs * self.steps_per_epoch - self._steps_skipped)
 
     def rows(self, step: int) -> np.ndarray:
-        """Return the row ids of the global batch of `step` (counted from 1), int64, in epoch
-        order.
-        """
+        """Return the row ids of the global batch of `step` (from 1), int64, in epoch order."""
         position = self.position(step - 1)
         first = position.samples_consumed
         places = np.arange(first, min(first + self.batch_size, self.num_samples))
@@ -197,8 +184,8 @@ class Schedule:
 
     @cached_property
     def shortest_first(self) -> np.ndarray:
-        """Row ids of the first epoch from the shortest row to the longest, int64. Rows of equal
-        length are shuffled.
+        """Row ids of the first epoch from short to long, int64. Rows of equal length are
+        shuffled.
         """
         assert self.lengths is not None, "this order needs the lengths of the rows"
         ids = shuffled(self, np.arange(self.num_samples), epoch=0)
@@ -213,7 +200,7 @@ def shuffled(schedule: Schedule, places: np.ndarray, epoch: int) -> np.ndarray:
 
 
 def short_first_epoch(schedule: Schedule, places: np.ndarray, epoch: int) -> np.ndarray:
-    """Return row ids like `shuffled`, except that the first epoch goes from short to long rows."""
+    """Return row ids as `shuffled` does, except that the first epoch goes from short to long."""
     return schedule.shortest_first[places] if epoch == 0 else shuffled(schedule, places, epoch)
 
 
@@ -221,8 +208,8 @@ ORDERS: dict[str, Callable[[Schedule, np.ndarray, int], np.ndarray]] = {
     "shuffled": shuffled,
     "short_first_epoch": short_first_epoch,
 }
-"""{value of `data.order`: function that maps schedule, places and epoch (from 0) to row ids}. The
-functions are pure, because a resumed run asks for the same places again.
+"""{value of `data.order`: function that maps schedule, places and epoch (from 0) to row ids}. These
+functions must be pure, because a resumed run calls them again for the same places.
 """
 
 
@@ -235,28 +222,28 @@ class RankPlan:
     limits: Limits
     quadratic_cost: float
     window_costs: Mapping[int, float] = field(default_factory=dict)
-    """{window in tokens: cost factor of the layers with this sliding window}."""
+    """{sliding window in tokens: cost factor of the layers with this window}."""
     pin_memory: bool = False
     share: tuple[int, int] = (0, 1)
-    """(index, number of shares): the share of each micro-batch's tokens that this rank holds. The
-    ranks of a data rank hold one share each.
+    """(index, number of shares). The ranks that form a data rank each hold one share of the tokens
+    of its micro-batches.
     """
 
     def deal(self, lengths: np.ndarray) -> list[list[list[int]]]:
         """Deal the samples of one global batch to data ranks as micro-batches within the limits,
         balanced by cost.
 
-        `lengths` [samples] are token counts. Returns the micro-batches of each data rank, equally
-        many for all ranks. A micro-batch is a list of indices into `lengths`, possibly empty. A
-        sample of n tokens costs `n + quadratic_cost * n**2`. Each window w in `window_costs` adds
-        its cost factor times `squared_length(n, w)`.
+        `lengths` [samples] are token counts. Returns an equal number of micro-batches for each data
+        rank. A micro-batch is a list of indices into `lengths`, possibly empty. A sample of n
+        tokens costs `n + quadratic_cost * n**2`, and for each window w in `window_costs` its cost
+        factor times `squared_length(n, w)`. Raises `ConfigError` for a sample beyond the limits.
         """
         max_tokens = self.limits.max_tokens or math.inf
         max_samples = self.limits.max_samples or math.inf
         if lengths.size and lengths.max() > max_tokens:
             raise ConfigError(
-                f"a sample of {int(lengths.max())} tokens exceeds "
-                f"data.max_token_len_per_gpu={max_tokens}; raise it, or lower data.max_length"
+                f"data.max_token_len_per_gpu={max_tokens} is less than a sample's "
+                f"{int(lengths.max())} tokens.\nFix: raise it, or lower data.max_length"
             )
         costs = lengths + self.quadratic_cost * lengths.astype(np.float64) ** 2
         for window, cost in self.window_costs.items():
@@ -274,11 +261,8 @@ class RankPlan:
 
 
 def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
-    """Return about twice the number of token pairs in causal attention with a sliding window.
-
-    Each token sees at most `window` tokens, itself included. The result leaves out the diagonal,
-    which would add n or `window`, whichever is smaller. It is n**2 up to the window, and about 2 *
-    n * window far above it.
+    """Return about twice the number of token pairs in causal attention with a sliding window of
+    `window` tokens: n**2 for n tokens up to the window, and about 2 * n * window far above it.
     """
     beyond: np.ndarray = np.maximum(lengths - window, 0.0)
     squares: np.ndarray = lengths.astype(np.float64) ** 2 - beyond**2
@@ -288,8 +272,8 @@ def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
 def _fill(
     sizes: np.ndarray, costs: np.ndarray, num_bins: int, max_size: float, max_count: float
 ) -> list[list[int]] | None:
-    """Put items, largest first, each into the cheapest bin with room. Return None if an item fits
-    into no bin.
+    """Put each item, largest first, into the cheapest bin with room for it. Return the indices in
+    each bin; None if an item fits into no bin.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     filled, counts, load = np.zeros((3, num_bins))
@@ -306,11 +290,10 @@ def _fill(
 
 
 def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, float]:
-    """Return mean, minimum, maximum and 95th percentile of the samples' prompt, completion and
-    total tokens.
+    """Return mean, minimum, maximum and 95th percentile of prompt, completion and total tokens.
 
-    The arguments are int arrays [N]. The completion consists of the supervised tokens, the prompt
-    of all others.
+    The arguments are integer arrays [samples]. The completion is the supervised tokens, the prompt
+    all others.
     """
     kinds = {"prompt": lengths - num_loss_tokens, "completion": num_loss_tokens, "total": lengths}
     facts: dict[str, float] = {}
@@ -326,8 +309,8 @@ def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, 
 def deal_facts(
     lengths: np.ndarray, num_loss_tokens: np.ndarray, dealt: list[list[list[int]]], limits: Limits
 ) -> dict[str, float]:
-    """Return metrics of how a global batch was packed and dealt. `dealt` holds the micro-batches of
-    each data rank, each a list of indices.
+    """Return metrics of how a global batch was packed and dealt. `dealt` is the result of
+    `RankPlan.deal`.
     """
     num_tokens = int(lengths.sum())
     tokens_by_rank = [sum(int(lengths[part].sum()) for part in rank) for rank in dealt]

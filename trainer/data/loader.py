@@ -1,7 +1,7 @@
 """Builds the planned batches with torchdata's `StatefulDataLoader`, one item per optimizer step.
 
-The position of a run is one integer, the step. Checkpoints also store torchdata's own state, for
-tools that read it.
+The step number alone determines a run's position in the data. Checkpoints also store torchdata's
+state, for tools that read it.
 """
 
 import contextlib
@@ -26,36 +26,30 @@ from trainer.runtime.signals import become_worker
 
 
 def pack(samples: Samples, indices: list[int]) -> PackedBatch:
-    """Lay samples end to end, and shift the labels within each sample. Without samples, the batch
-    has one padding token and no label.
+    """Lay samples end to end, and shift the labels within each sample. Without samples, return a
+    batch of one padding token without a label.
     """
-    if not indices:
-        parts = [(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=bool))]
-    else:
-        parts = [samples.sample(index) for index in indices]
+    padding = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=bool)
+    parts = [samples.sample(index) for index in indices] or [padding]
     ids_T = np.concatenate([ids for ids, _ in parts]).astype(np.int64)
     mask_T = np.concatenate([mask for _, mask in parts])
     seqlens = tuple(len(ids) for ids, _ in parts)
     mask_T[np.cumsum(seqlens)[:-1]] = False  # nothing predicts the first token of a document
-    supervised_S = np.flatnonzero(mask_T[1:])
-    labels_T = np.full(len(ids_T), IGNORE_INDEX, dtype=np.int64)
-    labels_T[supervised_S] = ids_T[supervised_S + 1]
+    has_label_T = np.append(mask_T[1:], False)
+    labels_T = np.where(has_label_T, np.roll(ids_T, -1), IGNORE_INDEX)
     return PackedBatch.of(
         torch.from_numpy(ids_T),
         torch.from_numpy(labels_T),
-        torch.from_numpy(supervised_S),
         seqlens=seqlens,
         sample_ids=tuple(indices),
-        sources_D=torch.from_numpy(samples.source_of(indices)) if indices else None,
+        sources_D=torch.from_numpy(samples.source_of(indices or [0])),
     )
 
 
 def build_step(
     samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, epoch: int
 ) -> StepBatch:
-    """Return this rank's micro-batches of the global batch `ids` (int64 sample ids), with the
-    global counts.
-    """
+    """Return this rank's part of the global batch `ids` (sample ids, int64)."""
     lengths, num_loss_tokens = samples.counts(ids)
     dealt = plan.deal(lengths)
     micro_batches = tuple(
@@ -92,7 +86,7 @@ class _StepDataset(Dataset[StepBatch]):
         self.samples, self.plan, self.schedule = samples, plan, schedule
 
     def __getitem__(self, step: int) -> StepBatch:
-        # reading beyond the end of a truncated file would kill this process
+        # reading past the end of a truncated file would kill this process
         self.samples.require_unchanged()
         epoch = self.schedule.position(step - 1).epoch
         ids = self.samples.of_rows(self.schedule.rows(step))
@@ -101,7 +95,7 @@ class _StepDataset(Dataset[StepBatch]):
 
 class _WorkerHandle(popen_fork.Popen):
     def terminate(self) -> None:
-        # a worker ignores SIGTERM, and an exiting process waits for the workers that it terminated
+        # workers ignore SIGTERM, and an exiting process waits until terminated workers have ended
         self.kill()
 
 
@@ -121,8 +115,8 @@ def _prepare_worker(worker_id: int) -> None:
 
 
 class TrainLoader:
-    """Yields the steps after `schedule.start` up to `total_steps`, counted from 1. A run can resume
-    after each step, on any number of ranks.
+    """Yields the batches of the steps after `schedule.start`, up to and including `total_steps`. A
+    run can resume after any step, on any number of ranks.
     """
 
     def __init__(
@@ -135,18 +129,18 @@ class TrainLoader:
         num_workers: int,
         skipped_steps: frozenset[int] = frozenset(),
     ) -> None:
-        """`skipped_steps` are left out: the model is never trained on their batches."""
+        """The batches of `skipped_steps` are not trained."""
         self._samples, self.plan, self.schedule = samples, plan, schedule
         self._num_workers, self._skipped_steps = num_workers, skipped_steps
         self.last_step = total_steps
         self.step = schedule.start.step
-        """The last step that was yielded. Once it has been trained, this is the number of finished
-        steps.
+        """The last step that was yielded, which is also the number of finished steps once it has
+        been trained.
         """
         self._loader: StatefulDataLoader[StepBatch] | None = None
 
     def __iter__(self) -> Generator[StepBatch]:
-        """Yield the batches. The workers have ended once the generator is closed."""
+        """Yield the batches. Closing the generator ends the workers."""
         steps = [
             step
             for step in range(self.step + 1, self.last_step + 1)
@@ -165,29 +159,29 @@ class TrainLoader:
             batches = iter(self._loader)
         except OSError as error:
             raise CannotWriteError(
-                f"data.num_workers={self._num_workers}: the workers cannot start, because /dev/shm "
-                f"cannot be written: {error.strerror}.\n"
+                f"data.num_workers={self._num_workers}: the workers cannot start, because they "
+                f"cannot write to /dev/shm: {error.strerror}.\n"
                 f"Fix: start the container with --shm-size=1g or more, or set data.num_workers=0"
             ) from error
         try:
             for step, batch in zip(steps, batches, strict=True):
                 assert batch.step == step
-                self._samples.require_unchanged()  # the batch may have been read up to now
+                self._samples.require_unchanged()  # a worker may have read changed tokens
                 self.step = step
                 yield batch
-        # changed tokens may hold anything, and a killed worker cannot give the reason
         except Exception:
+            # changed tokens can cause any error, and a killed worker cannot report the cause
             self._samples.require_unchanged()
             raise
         finally:
-            # an error's frames may keep the iterator alive, so stop the workers explicitly
-            # if a worker dies meanwhile, torch raises here, which would hide the error above
+            # the frames of an error may keep the iterator alive, so stop the workers explicitly;
+            # torch raises here if a worker has died, which would hide the first error
             if self._num_workers:
                 with contextlib.suppress(RuntimeError):
                     batches._shutdown_workers()
 
     def rewind(self, position: Position, *, skipped_steps: frozenset[int]) -> None:
-        """Let the next iteration continue from an earlier position."""
+        """Make the next iteration continue from an earlier position."""
         self.schedule = dataclasses.replace(self.schedule, start=position)
         self.step, self._skipped_steps = position.step, skipped_steps
 
@@ -196,10 +190,8 @@ class TrainLoader:
         return self.schedule.position(self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the content of `data.pt`: the position, the values that define its units, and the
-        loader's own state.
-
-        Nothing in it depends on the number of ranks.
+        """Return the content of `data.pt`: the position, the values that it depends on, and
+        torchdata's state. Nothing in it depends on the number of ranks.
         """
         return {
             **dataclasses.asdict(self.position),
@@ -210,33 +202,31 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that the state has this loader's position, which was chosen before anything was
-        built. Raises `RuntimeError` if it differs.
-        """
-        saved = Position(*(int(state_dict[field.name]) for field in dataclasses.fields(Position)))
-        if saved != self.position:
+        """Raise `RuntimeError` unless the state has the position that this loader was built for."""
+        expected = dataclasses.asdict(self.position)
+        saved = {name: int(state_dict[name]) for name in expected}
+        if saved != expected:
             raise RuntimeError(
-                f"the checkpoint was saved at {saved}, but the data would continue at {self.position}"
+                f"the checkpoint's data.pt was saved at {saved}, but the data loader is at {expected}"
             )
 
 
 class ValidationBatches:
-    """Yields all samples in order, `batch_size` at a time. Over all ranks, each sample comes
-    exactly once.
-    """
+    """Yields all samples in order, `batch_size` at a time over all ranks, each exactly once."""
 
     def __init__(self, samples: Samples, plan: RankPlan, *, batch_size: int) -> None:
         self._samples, self._plan, self._batch_size = samples, plan, batch_size
-        self._num_samples = len(samples.lengths)
-        self.length_facts = length_facts(*samples.counts(np.arange(self._num_samples)))
+        self.length_facts = length_facts(*samples.counts(np.arange(len(samples))))
         self.sources = samples.names if len(samples.names) > 1 else ()
 
     def __iter__(self) -> Iterator[StepBatch]:
-        for index, start in enumerate(range(0, self._num_samples, self._batch_size)):
-            ids = np.arange(start, min(start + self._batch_size, self._num_samples))
+        num_samples = len(self._samples)
+        starts = range(0, num_samples, self._batch_size)
+        for step, start in enumerate(starts, start=1):
+            ids = np.arange(start, min(start + self._batch_size, num_samples))
             self._samples.require_unchanged()
             try:
-                batch = build_step(self._samples, ids, self._plan, step=index + 1, epoch=0)
-            finally:  # changed tokens may hold anything
+                batch = build_step(self._samples, ids, self._plan, step=step, epoch=0)
+            finally:  # changed tokens can cause any error
                 self._samples.require_unchanged()
             yield batch.pin_memory() if self._plan.pin_memory else batch

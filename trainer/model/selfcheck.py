@@ -253,7 +253,6 @@ def _packed(model: PreTrainedModel, documents: list[Tensor]) -> PackedBatch:
     batch = PackedBatch.of(
         input_ids_T,
         labels_T,
-        (labels_T != -100).nonzero()[:, 0],
         seqlens=tuple(map(len, documents)),
         sample_ids=tuple(range(len(documents))),
     )

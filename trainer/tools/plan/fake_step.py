@@ -220,7 +220,6 @@ def full_batch(seqlens: tuple[int, ...]) -> PackedBatch:
     return PackedBatch.of(
         ids_T,
         labels_T,
-        torch.arange(num_tokens),
         seqlens=seqlens,
         sample_ids=tuple(range(len(seqlens))),
     )
