@@ -92,7 +92,7 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
     first, *bad, last = encoder.encode(rows)
     assert isinstance(first, list) and isinstance(last, list)
     assert [str(reason) for reason in bad] == [
-        "chat template: refuses the conversation: TemplateError: Conversation roles must alternate "
+        "chat template: cannot render the conversation: TemplateError: Conversation roles must alternate "
         "user/assistant",
         "bad unicode: half of a surrogate pair, '\\ud83d'",
     ]
@@ -101,7 +101,7 @@ def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
 def test_unusable_tokenizers():
     with pytest.raises(DataError, match="no chat template"):
         encoded(chat("one"), make_tokenizer(None))
-    with pytest.raises(DataError, match="chat template is broken in line 2"):
+    with pytest.raises(DataError, match="the chat template has a syntax error in line 2"):
         encoded(chat("one"), make_tokenizer("{{ bos_token }}\n{% for %}"))
     slow = make_tokenizer(fixtures.CHATML)
     slow.__class__ = type("SlowTokenizer", (type(slow),), {"is_fast": False})

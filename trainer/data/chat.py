@@ -1,8 +1,8 @@
 """Turns rows into samples.
 
-The chat template renders conversations, and plain text stays as it is. Both are tokenized in
-batches. Supervision is decided on characters, as spans that end with the end-of-turn token. The
-tokens that start inside a span are supervised.
+The chat template renders conversations; plain text is not rendered. Both are tokenized in batches.
+Spans of characters mark the supervised parts, each including its end token. The tokens that start
+inside a span are supervised.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,27 +19,28 @@ from trainer.data.template import ChatTemplate, TokenTexts, Tools
 from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder, require_unicode
 from trainer.errors import DataError
 
-# size of one tokenizer call: enough for all cores; a token takes over 100 bytes during the call
+# one call of the tokenizer: enough text for all cores, but a token takes over 100 bytes meanwhile
 BATCH_CHARS = 300_000
 BATCH_ROWS = 2000
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 
-
+Marked = Sequence[MarkedText] | Encoded | UnusableError
+"""The texts of a row, its tokens if it already holds tokens, or the reason why it is unusable."""
 Result = list[Encoded] | UnusableError
 
 
 class RowEncoder:
     """Turns rows into samples, with a tokenizer and its chat template.
 
-    Raises `DataError` for a slow tokenizer, and if it has to render a conversation without a chat
-    template or with a broken one.
+    Raises `DataError` for a slow tokenizer, and for conversations if the chat template is missing
+    or broken.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> None:
         if not tokenizer.is_fast:
             name = type(tokenizer).__name__
             raise DataError(
-                f"{name} is a slow tokenizer without character offsets.\n"
+                f"{name} is a slow tokenizer, which does not report character offsets.\n"
                 f"Fix: use a model with a tokenizer.json"
             )
         self.tokenizer, self.options = tokenizer, options
@@ -49,40 +50,31 @@ class RowEncoder:
         self._templates: dict[str, ChatTemplate] = {}
         # made before processes are forked, so that they share its memory
         self._finder = TokenFinder(tokenizer)
-        self._added_tokens = tokenizer.added_tokens_decoder  # a property that is slow to read
+        self._added_tokens = tokenizer.added_tokens_decoder  # slow to read
+        added = self._added_tokens.values()
+        self._special = TokenTexts({token.content for token in added if token.special})
 
     def encode(self, rows: Iterable[Row]) -> Iterator[Result]:
         """Yield the samples of each row, in row order, or the reason why the row has none."""
-        batch: list[Sequence[MarkedText] | Encoded | UnusableError] = []
+        batch: list[Marked] = []
         num_chars = 0
         for row in rows:
-            try:
-                item = self._parser.parse(row)
-                if isinstance(item, Encoded):
-                    batch.append(item)
-                else:
-                    marked = self._marked(item)
-                    batch.append(marked)
-                    num_chars += sum(len(sample.text) for sample in marked)
-            except UnusableError as error:
-                batch.append(error)
-            except RecursionError:
-                batch.append(UnusableError(TOO_DEEP))
+            marked = self._marked(row)
+            batch.append(marked)
+            if isinstance(marked, list):
+                num_chars += sum(len(sample.text) for sample in marked)
             if num_chars >= BATCH_CHARS or len(batch) == BATCH_ROWS:
                 yield from self._encoded_batch(batch)
                 batch, num_chars = [], 0
         yield from self._encoded_batch(batch)
 
-    def _encoded_batch(
-        self, batch: list[Sequence[MarkedText] | Encoded | UnusableError]
-    ) -> Iterator[Result]:
+    def _encoded_batch(self, batch: list[Marked]) -> Iterator[Result]:
         texts = [item for samples in batch if isinstance(samples, list) for item in samples]
         located = iter(self._finder.find(texts))
         for samples in batch:
             if isinstance(samples, UnusableError):
                 yield samples
             elif isinstance(samples, Encoded):
-                self._note_ends(samples)
                 yield [samples]
             else:
                 found = [(item, next(located)) for item in samples]
@@ -91,9 +83,21 @@ class RowEncoder:
                 except UnusableError as error:
                     yield error
 
-    def _marked(self, item: Conversation | Continuation) -> Sequence[MarkedText]:
-        if isinstance(item, Continuation):
-            return [self._marked_text(item)]
+    def _marked(self, row: Row) -> Marked:
+        try:
+            item = self._parser.parse(row)
+            if isinstance(item, Conversation):
+                return self._marked_conversation(item)
+            if isinstance(item, Continuation):
+                return [self._marked_text(item)]
+            self._note_ends(item)
+            return item
+        except UnusableError as error:
+            return error
+        except RecursionError:
+            return UnusableError(TOO_DEEP)
+
+    def _marked_conversation(self, item: Conversation) -> Sequence[MarkedText]:
         tools = item.tools
         template = self._template(tools)
         messages = [template.with_arguments(message) for message in item.messages]
@@ -116,17 +120,19 @@ class RowEncoder:
     def _template(self, tools: Tools) -> ChatTemplate:
         if not self.tokenizer.chat_template:
             raise DataError(
-                "the tokenizer has no chat template, as is usual for base models.\n"
-                "Fix: set data.chat_template to chatml, llama3 or plain, or to a jinja file"
+                "the tokenizer has no chat template, which is usual for base models.\n"
+                "Fix: set data.chat_template to chatml, llama3, plain or a jinja file"
             )
         source = self.tokenizer.get_chat_template(tools=tools)
         if source not in self._templates:
             variables = self.options.template_kwargs
-            self._templates[source] = ChatTemplate(source, self.tokenizer, variables)
+            self._templates[source] = ChatTemplate(
+                source, self.tokenizer, variables, special=self._special
+            )
         return self._templates[source]
 
     def _marked_text(self, item: Continuation) -> MarkedText:
-        """Return the whole text, with its supervised part as the only span. Raises
+        """Return prompt and text together, with the text as the only span. Raises
         `UnusableError`.
         """
         text = item.text.removesuffix(str(self.tokenizer.eos_token))
@@ -139,18 +145,15 @@ class RowEncoder:
         return MarkedText(whole, [(len(item.prompt), len(whole))])
 
     @cached_property
-    def _special(self) -> TokenTexts:
-        return TokenTexts({token.content for token in self._added_tokens.values() if token.special})
-
-    @cached_property
     def _text_ends(self) -> tuple[list[int], int]:
         """The ids that the tokenizer puts before a text, and the id of its end token. Raises
-        `DataError` for a tokenizer without an end token.
+        `DataError` if the tokenizer has no end token.
         """
         tokenizer = self.tokenizer
         if tokenizer.eos_token_id is None:
             raise DataError(
-                "plain text needs an end token (eos_token), but this tokenizer has none"
+                "the tokenizer has no end token (eos_token), which plain text needs.\n"
+                "Fix: set eos_token in the model's tokenizer_config.json"
             )
         [first, *_] = tokenizer.encode("a", add_special_tokens=False)
         with_all = tokenizer.encode("a")
@@ -164,20 +167,20 @@ class RowEncoder:
             end_id = int(input_ids[last - 1])
             if first == last or end_id not in self._added_tokens:
                 raise UnusableError(
-                    "chat template: the end-of-turn text is not a single token; add it to the "
-                    "tokenizer as special"
+                    "chat template: the text that ends a turn is not a single token; add it to the "
+                    "tokenizer as a special token"
                 )
             loss_mask[first:last] = True
             self.seen.end_token_ids.add(end_id)
         return Encoded(input_ids, loss_mask)
 
     def _encoded_text(self, item: MarkedText, ids: np.ndarray, num_prompt: int) -> Encoded:
-        """Return the sample of a text. `ids` are the tokens of prompt and text together;
-        `num_prompt` of them come before the span.
+        """Return the sample of a text. `ids` are the tokens of prompt and text together, of which
+        `num_prompt` start in the prompt.
 
-        The prompt gets the tokens that a server would make from the prompt alone. If a token
-        crosses the border, prompt and text are tokenized separately. Raises `UnusableError` if that
-        changes the text.
+        The prompt has the same tokens as on a server, which tokenizes it alone. If a token crosses
+        the border, prompt and text are tokenized separately. Raises `UnusableError` if that changes
+        the text.
         """
         lead, end_id = self._text_ends
         self.seen.end_token_ids.add(end_id)
@@ -187,7 +190,8 @@ class RowEncoder:
             apart = prompt + self._finder.ids(item.text[start:])
             if self._decoded(apart) != self._decoded(whole):
                 raise UnusableError(
-                    "split token: one token holds the end of the prompt and the begin of the text"
+                    "split token: one token holds the end of the prompt and the beginning of the "
+                    "text"
                 )
             whole = apart
         if whole[: len(lead)] == lead:
@@ -199,9 +203,7 @@ class RowEncoder:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _note_ends(self, sample: Encoded) -> None:
-        """Remember the special tokens that end supervised stretches, for a row that already holds
-        tokens.
-        """
+        """Remember the special tokens that end supervised parts of a row that holds tokens."""
         is_last = sample.loss_mask & ~np.append(sample.loss_mask[1:], False)
         for number in sample.input_ids[is_last].tolist():
             if number in self._added_tokens and self._added_tokens[number].special:

@@ -90,7 +90,7 @@ class Renderings:
             messages = self._messages[:num_messages]
             text, tagged = self._template.render(messages, self._tools, prompt=prompt)
             if num_messages - 1 in self.turns and not prompt:
-                text += self._template.end_behind(messages[-1])
+                text += self._template.end_after(messages[-1])
             self._made[key] = text, tagged
         return self._made[key]
 

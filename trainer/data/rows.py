@@ -1,4 +1,4 @@
-"""Rows of data files, the options for turning them into samples, and counts of the result."""
+"""Rows of data files, the options that decide which samples they become, and counts of them."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,15 +11,13 @@ from trainer.config import RowKeys
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 UNITS = {".json": "element", ".parquet": "row"}
-"""The unit that `line` counts in files without lines or with unknown line numbers."""
+"""{suffix of a file whose rows are not lines: the unit that `Row.line` counts}."""
 NUM_COLUMNS = 30
-TOO_DEEP = "nested too deeply: the row has lists or objects inside hundreds of others"
+TOO_DEEP = "nested too deeply: the row has hundreds of lists or objects inside each other"
 
 
 class UnusableError(Exception):
-    """The reason why a row cannot be trained on, as `kind: detail`. It takes the place of the row's
-    samples.
-    """
+    """The reason why a row cannot be trained on, as `kind: detail`."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +29,16 @@ class Row:
     file: Path
     line: int
     record: Any
-    """Columns by name; if the row cannot be read, its raw content."""
+    """Values by column name. If the row cannot be read, its raw content."""
     unread: tuple[str, ...] = ()
-    """Names of columns that the file has besides those in `record`."""
+    """Names of the file's other columns, which are not in `record`."""
     problem: UnusableError | None = None
-    """The reason why the row cannot be read; None if it can be read."""
+    """The reason why the row cannot be read, if any."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The keys of `data.*` that decide which samples are made from a file."""
+    """The values of `data.*` that decide which samples the rows of a file become."""
 
     keys: RowKeys
     max_length: int
@@ -69,23 +67,21 @@ class Summary:
     num_cut_tokens: int = 0
     num_without_reasoning: int = 0
     """Number of supervised turns whose reasoning the template leaves out. This count and the next
-    three include unused rows.
+    three include rows that are not trained.
     """
     num_conversations: int = 0
     num_apart: int = 0
     """Number of conversations in which each supervised turn became a sample."""
     num_unlike_prompt: int = 0
-    """Number of supervised turns that do not begin with the header from their generation prompt."""
+    """Number of supervised turns that do not begin with the header of the generation prompt."""
     rows_by_shape: Counter[str] = field(default_factory=Counter)
     """Number of rows by format, including bad rows whose format was recognised."""
     unread_keys: Counter[str] = field(default_factory=Counter)
-    """Message keys that nothing reads, with the number of messages."""
+    """Number of messages by message key that neither the template nor the trainer reads."""
     unread_columns: Counter[str] = field(default_factory=Counter)
-    """Columns that the format of a row does not read, with the number of rows; only the first
-    `NUM_COLUMNS` such columns.
-    """
+    """Number of rows by column that their format does not read; only the first `NUM_COLUMNS`."""
     end_token_ids: set[int] = field(default_factory=set)
-    """Tokens that end an assistant turn or a text: generation must stop at them."""
+    """Tokens that end an assistant turn or a text, and at which generation must stop."""
     fingerprint: str = ""
 
     @property

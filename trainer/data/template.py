@@ -1,4 +1,4 @@
-"""Renders a tokenizer's chat template, and probes it once with short conversations."""
+"""Renders a tokenizer's chat template, and analyses it with short test conversations."""
 
 import json
 import re
@@ -16,8 +16,8 @@ from trainer.data.tokens import Span, require_unicode
 from trainer.errors import DataError
 
 SEQUENCE_BOUNDS = ("<s>", "</s>")
-"""The beginning and the end of a sequence. They are not a pair of tags around a part, such as
-<think> and </think>.
+"""Tokens for the beginning and end of a sequence. They look like a pair of tags, such as <think> and
+</think>, but are not.
 """
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tools = list[dict[Any, Any]] | None
@@ -30,7 +30,7 @@ PLAIN = [
     {"role": "assistant", "content": "Bye."},
 ]
 CALL = {
-    "id": "call00001",  # some templates insist on ids of nine characters
+    "id": "call00001",  # some templates require ids of nine characters
     "type": "function",
     "function": {"name": "weather", "arguments": ARGUMENTS},
 }
@@ -61,11 +61,9 @@ class TokenTexts:
         return [match.start() for match in self._any.finditer(text)]
 
     def require_none(self, named: dict[str, Any]) -> None:
-        """Raise `UnusableError` if a nested value contains one of the tokens. The message names the
-        value.
+        """Raise `UnusableError` if a value contains one of the tokens. `named` maps names for the
+        message to nested values.
         """
-        if self._any.search("\0".join(_texts(named))) is None:
-            return
         for name, value in named.items():
             if found := self._any.search("\0".join(_texts(value))):
                 raise UnusableError(
@@ -91,30 +89,33 @@ class ChatTemplate:
     """One jinja template with the variables it is rendered with."""
 
     def __init__(
-        self, source: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
+        self,
+        source: str,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: dict[str, Any],
+        *,
+        special: TokenTexts,
     ) -> None:
         self.source = source
         self.has_generation_tags = GENERATION_TAG.search(source) is not None
         self.words = frozenset(re.findall(r"\w+", source))
         self._variables = {**tokenizer.special_tokens_map, **template_kwargs}
-        tokens = tokenizer.added_tokens_decoder.values()
-        self._added = {token.content for token in tokens}
-        self.added = TokenTexts(self._added)
-        self.special = TokenTexts({token.content for token in tokens if token.special})
+        self._added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        self.added, self.special = TokenTexts(self._added), special
         self._end = str(tokenizer.eos_token or "")
         self._bounds = {self._end, str(tokenizer.bos_token or "")} - {""}
 
     def render(
         self, messages: list[Message], tools: Tools, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """Return the text, and the spans that generation tags enclose.
+        """Return the text of a conversation, and the spans inside generation tags.
 
-        With `prompt`, the text ends where the assistant begins, and there are no spans. Raises
+        With `prompt`, the text ends with the generation prompt, and there are no spans. Raises
         `UnusableError`, and `DataError` for a broken template.
         """
         has_spans = self.has_generation_tags and not prompt
         try:
-            rendered: Any = render_jinja_template(  # annotated as str, returns two lists
+            rendered: Any = render_jinja_template(  # returns two lists, but is annotated as str
                 conversations=[messages],
                 tools=tools,  # type: ignore[arg-type]  # list is invariant
                 chat_template=self.source,
@@ -124,19 +125,19 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template is broken in line {error.lineno}: {error}; see "
-                f"data.chat_template"
+                f"the chat template has a syntax error in line {error.lineno}: {error}.\n"
+                f"Fix: repair it, or set data.chat_template to a different one"
             ) from error
         except Exception as error:  # templates run arbitrary expressions on the row
             raise UnusableError(
-                f"chat template: refuses the conversation: {type(error).__name__}: {error}"
+                f"chat template: cannot render the conversation: {type(error).__name__}: {error}"
             ) from error
         (text, *_), spans = rendered
         require_unicode(text)
         return text, spans[0] if has_spans else []
 
     def _try(self, messages: list[Message]) -> str:
-        """Return the text of a probe, or '' if the template refuses it."""
+        """Return the text of a test conversation, or '' if the template cannot render it."""
         try:
             return self.render(messages, None)[0]
         except UnusableError:
@@ -144,13 +145,13 @@ class ChatTemplate:
 
     @cached_property
     def with_arguments(self) -> Callable[[Message], Message]:
-        """A function that converts a message for this template: tool arguments become objects or
-        JSON text.
+        """A function that converts a message for this template: the arguments of tool calls become
+        objects or JSON text.
 
-        Servers pass objects to templates, and a template would quote JSON text a second time. A
-        template that refuses objects, or prints them as Python does, was written for text. A
-        template that writes no calls next to an empty text, such as DeepSeek-V3's first one, gets
-        null instead of the empty text.
+        Servers pass objects to templates, and most templates would quote JSON text a second time. A
+        template that fails on objects, or prints them as Python does, was written for JSON text. If
+        a template writes no calls next to an empty text, such as DeepSeek-V3's first one, the empty
+        text becomes null.
         """
         for empty in ("", None):
             for change in (_as_object, _as_text):
@@ -164,16 +165,16 @@ class ChatTemplate:
     def _tool_probe(self) -> list[Message]:
         return list(map(self.with_arguments, TOOL))
 
-    def end_behind(self, message: Message) -> str:
-        """Return the token that ends an assistant message, if the template leaves the end to the
-        role of the next message, as GLM's does. Generation stops at this token. Return '' for all
-        other templates.
+    def end_after(self, message: Message) -> str:
+        """Return the role token of the next message if the template, such as GLM's, ends an
+        assistant message with nothing else; '' for all other templates. Generation stops at this
+        token.
         """
         return self._next_roles[bool(message.get("tool_calls"))]
 
     @cached_property
     def _next_roles(self) -> tuple[str, str]:
-        """The tokens for `end_behind` after an answer, and after a tool call."""
+        """The tokens that follow an answer and a tool call."""
         return self._next_role(PLAIN[:3]), self._next_role(self._tool_probe[:3])
 
     def _next_role(self, probe: list[Message]) -> str:
@@ -186,11 +187,11 @@ class ChatTemplate:
 
     @cached_property
     def structural_tokens(self) -> TokenTexts:
-        """Added tokens that the template writes around turns, and the tokenizer's own tokens for
-        beginning and end. Tokens inside a turn do not count: those around tool calls, and paired
-        tags such as <think>.
+        """Added tokens that the template writes around turns, and the tokenizer's beginning and end
+        tokens. Tokens inside a turn do not count, such as paired tags (<think>) and the tokens
+        around tool calls.
         """
-        # without a system message, some templates write a default full of explanations
+        # without a system message, some templates write a long default that explains tokens
         for system in (SYSTEM, []):
             plain, called, answered = (
                 self._try(system + probe)
@@ -207,12 +208,12 @@ class ChatTemplate:
 
     @cached_property
     def closing(self) -> str:
-        """The text that the template adds after the end token of a conversation's last turn. The
-        model never generates it.
+        """The text that the template adds after the end token of a conversation's last turn, which
+        the model never generates.
 
-        If every turn, even one before other messages, has the tokenizer's own end token directly
-        after a different mark (Command: `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`), that token is the
-        turn's end. The model must learn to write it, because a server may stop only at this token.
+        If two tokens end every turn, and the second is the tokenizer's end token (Command:
+        `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`), a turn ends with the second. The model must learn
+        to write it, because a server may stop only at this token.
         """
         ended, continued = self._try(PLAIN[:2]), self._try(PLAIN[:3])
         answer = ended.rfind(PLAIN[1]["content"])
@@ -227,8 +228,8 @@ class ChatTemplate:
         return {token for token in self._added if token in text and self._is_mark(token)}
 
     def _is_mark(self, token: str) -> bool:
-        """Return True unless the token is a word, which some vocabularies add, or one of a pair of
-        tags.
+        """Return False for a word, which some vocabularies add as a token, and for a tag of a
+        pair.
         """
         partner = token.replace("</", "<", 1)
         if partner == token:
@@ -255,8 +256,8 @@ def _as_text(arguments: object) -> object:
 def _with_arguments(
     change: Callable[[object], object], empty: str | None, message: Message
 ) -> Message:
-    """Change the arguments of a message's tool calls. `empty` becomes the content of a message that
-    has only calls.
+    """Apply `change` to the arguments of a message's tool calls. If it has no text besides its
+    calls, `empty` becomes its content.
     """
     if not message.get("tool_calls"):
         return message
@@ -267,7 +268,9 @@ def _with_arguments(
 def with_function(
     call: dict[str, Any], key: str, change: Callable[[object], object]
 ) -> dict[str, Any]:
-    """Change one value of a tool call's function. The call itself may be the function."""
+    """Apply `change` to one value of a tool call's function. The call may itself be the
+    function.
+    """
     function = call.get("function", call)
     if not isinstance(function, dict) or key not in function:
         return call

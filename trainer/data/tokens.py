@@ -27,14 +27,14 @@ class Encoded:
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text that is not empty, and spans of its characters, which are ascending and disjoint."""
+    """A non-empty text, and ascending, disjoint spans of its characters."""
 
     text: str
     spans: list[Span]
 
 
 def require_unicode(text: str) -> None:
-    """Raise `UnusableError` for text that UTF-8 cannot hold."""
+    """Raise `UnusableError` for text that cannot be encoded as UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -47,10 +47,10 @@ class TokenFinder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        # some post-processors cut spaces off the offsets
+        # some post-processors exclude spaces from the offsets
         state |= {"post_processor": None, "truncation": None, "padding": None}
         self._backend = _made(state, tokenizer)
-        # normalizing text that already is in NFC takes a sixth of the tokenizing time
+        # normalizing text that is already NFC would take a sixth of the time
         self._backend_of_normalized = self._backend
         added = [token["content"] for token in state["added_tokens"]]
         if state["normalizer"] == {"type": "NFC"} and all(map(_is_normalized, added)):
@@ -62,7 +62,8 @@ class TokenFinder:
         """Return for each text its token ids (int32), and for each span the half-open range of the
         tokens that start inside it.
 
-        The end of a token does not matter: a special token may include the whitespace after it.
+        The ends of tokens do not matter, because a special token may include the whitespace after
+        it.
         """
         texts = [item.text for item in batch]
         is_normalized = all(map(_is_normalized, texts))
@@ -71,7 +72,7 @@ class TokenFinder:
             encodings = backend.encode_batch(texts, add_special_tokens=False)
             return list(map(_located, batch, encodings))
         located = []
-        # without offsets, encoding takes an eighth less time
+        # encoding without offsets takes an eighth less time
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         for item, encoding in zip(batch, encodings, strict=True):
             found = _located_by_bytes(item, encoding, self._num_bytes)
@@ -108,8 +109,8 @@ def _located(item: MarkedText, encoding: Encoding) -> Located:
 
 
 def _is_byte_level(state: dict[str, Any]) -> bool:
-    """Return True if the tokens of a text together hold its bytes, or fewer bytes if added tokens
-    absorb whitespace.
+    """Return True if the tokens of a text contain exactly its bytes, except for whitespace that
+    added tokens absorb.
     """
     steps = state["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
@@ -137,7 +138,9 @@ def _num_bytes(state: dict[str, Any]) -> np.ndarray:
 def _located_by_bytes(
     item: MarkedText, encoding: Encoding, num_bytes: np.ndarray
 ) -> Located | None:
-    """Return the same as `_located`, but without offsets; None if a token absorbed whitespace."""
+    """Return the result of `_located`, computed without offsets; None if a token absorbed
+    whitespace.
+    """
     input_ids = np.array(encoding.ids, dtype=np.int32)
     sizes = num_bytes[input_ids]
     ends = np.cumsum(sizes)
@@ -152,11 +155,11 @@ def _located_by_bytes(
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a sha256 of everything that turns a conversation into ids: vocabulary, merges, special
-    tokens, chat template.
+    """Return a sha256 of everything that determines the ids of a conversation: vocabulary, merges,
+    special tokens, chat template.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend.pop("truncation", None)  # the last call of the tokenizer leaves these behind
+    backend.pop("truncation", None)  # left over from the tokenizer's last call
     backend.pop("padding", None)
     parts = [
         backend,
