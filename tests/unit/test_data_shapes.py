@@ -93,6 +93,7 @@ def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls():
     assert parsed(row, RowKeys(messages_key="chat.turns", tools_key="functions")) == Conversation(
         [{"role": "user", "content": "a b"}, {**ASSISTANT, "reasoning_content": "hm"}],
         [{"type": "function"}],
+        untrained=frozenset(),
     )
 
 
@@ -101,8 +102,8 @@ def test_messages_keep_extra_keys_join_text_parts_and_drop_nulls():
     [
         ('{"question": "a", "answer": "b"}', CHATS, "data.prompt_key=question data.response_key=answer"),
         ('{"x": {"Query": "a", "response": "b"}}', CHATS, "data.prompt_key=x.Query data.response_key=x.response"),
-        (f'{{"dialog": {CHAT}}}', CHATS, "a column of messages is read with data.messages_key=dialog"),
-        ('{"x": {"Text": "a"}, "id": 1}', CHATS, "a column of plain text is read with data.text_key=x.Text"),
+        (f'{{"dialog": {CHAT}}}', CHATS, "to read 'dialog' as messages, set data.messages_key=dialog"),
+        ('{"x": {"Text": "a"}, "id": 1}', CHATS, "to read 'x.Text' as plain text, set data.text_key=x.Text"),
         ('{"id": 1}', CHATS, "for single-turn columns set data.prompt_key and data.response_key"),
         ('{"extra": {"question": "hi"}}', PAIR,
          "found 'extra.question'; tried 'extra.answer' (data.response_key), which is missing or null"),
@@ -189,13 +190,13 @@ TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"labels": HIDDEN, **TOLD}, EXPECTED),
     ({"loss_mask": MASK, "attention_mask": [1] * NUM_IDS, **TOLD}, EXPECTED),
     ({"loss_mask": list(map(bool, MASK)), "labels": HIDDEN, **TOLD}, EXPECTED),
-    ({"labels": HIDDEN}, f"unknown vocabulary: .* add a column vocabulary_digest with '{DIGEST}'"),
-    ({"labels": [*IDS[1:], -100], **TOLD}, "bad tokens: 'labels' has .* at position 1; .*not that of the next"),
+    ({"labels": HIDDEN}, f"unknown vocabulary: .* add the column with the value '{DIGEST}'"),
+    ({"labels": [*IDS[1:], -100], **TOLD}, "bad tokens: 'labels' has .* at position 1; .*not the next token's"),
     ({"loss_mask": [2] * NUM_IDS, **TOLD}, "bad tokens: 'loss_mask' has 2 at position 1; allowed: 0 and 1"),
     ({"loss_mask": [1] * NUM_IDS, "labels": HIDDEN, **TOLD}, "bad tokens: .* supervise different tokens"),
     (TOLD, "bad tokens: 'input_ids' needs a column 'loss_mask' or 'labels'"),
     ({"input_ids": [-1], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has -1"),
-    *[({"input_ids": ids, "labels": [1], **TOLD}, "bad tokens: 'input_ids' is not a list of integers")
+    *[({"input_ids": ids, "labels": [1], **TOLD}, "bad tokens: 'input_ids' is not a list of 32-bit integers")
       for ids in ([9**30], [9**15], [[1], [2, 3]], None)],
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Row formats: recognise the format of a row, check it, and turn it into an item to encode."""
+"""Row formats: recognises the format of a row, checks it, and turns it into an item to encode."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ Record = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FLAGS = ("weight", "train", "trainable", "loss_mask")
-"""Keys of an assistant message that exclude its turn from the loss when they are 0 or false."""
+"""Keys of an assistant message that exclude its turn from the loss if they are 0 or false."""
 SHAREGPT = "conversations"
 SHAREGPT_ROLES = {
     "human": "user",
@@ -45,19 +45,17 @@ TEXT_NAMES = r"text|content"
 
 @dataclass(frozen=True)
 class Conversation:
-    """Checked messages for a chat template: `content` is text, `tools` a list of objects or
-    None.
-    """
+    """Checked messages for a chat template. The `content` of each is text."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
-    untrained: frozenset[int] = frozenset()
-    """Indices of the assistant messages that are left out of the loss."""
+    untrained: frozenset[int]
+    """Indices of the assistant messages that are excluded from the loss."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """Plain text: `text` and the end token are supervised, `prompt` (may be empty) is not."""
+    """Plain text. `text` and the end token are supervised; `prompt`, possibly empty, is not."""
 
     prompt: str
     text: str
@@ -69,7 +67,7 @@ Recognised = tuple[str, Iterable[str], Item]
 
 
 def columns_of(keys: RowKeys) -> tuple[str, ...]:
-    """Return every column that may be read from a row."""
+    """Return the names of all columns that a row's format may read."""
     if keys.text_key is not None:
         return (keys.text_key,)
     if keys.prompt_key is not None and keys.response_key is not None:
@@ -86,7 +84,7 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class RowParser:
-    """Turns rows into items. `keys` and the column names of a row decide its format."""
+    """Turns rows into items. The format of a row follows from `keys` and its column names."""
 
     def __init__(self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase, seen: Summary) -> None:
         """`seen` counts formats and unread columns."""
@@ -101,7 +99,7 @@ class RowParser:
         name, columns, item = self._recognised(row)
         self._seen.rows_by_shape[name] += 1
         read = {outer for column in columns for outer in (column, column.partition(".")[0])}
-        # empty values may exist only because other rows have the column
+        # a column may be empty here because only other rows use it
         unread = [
             column
             for column, value in row.record.items()
@@ -135,8 +133,8 @@ class RowParser:
         prompt, completion = record.get("prompt"), record.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
             name = (
-                "plain text in 'prompt' and 'completion' (data.prompt_key=prompt "
-                "data.response_key=completion would make them chats)"
+                "plain text in 'prompt' and 'completion' (to train them as chats, set "
+                "data.prompt_key=prompt data.response_key=completion)"
             )
             return name, TRL, Continuation(prompt, completion)
         if isinstance(prompt, list) and isinstance(completion, list):
@@ -152,7 +150,7 @@ class RowParser:
         )
 
     def _conversation(self, record: Record, given: list[Any], num_given: int = 0) -> Conversation:
-        """Check messages. The first `num_given` are excluded from the loss. Raises
+        """Check messages, and exclude the first `num_given` from the loss. Raises
         `UnusableError`.
         """
         messages = [_checked_message(message, index) for index, message in enumerate(given)]
@@ -171,14 +169,14 @@ class RowParser:
         digest, num_ids = self._vocabulary
         if record.get("vocabulary_digest") is None:
             raise UnusableError(
-                f"unknown vocabulary: the row does not say which tokenizer made its ids. If this "
-                f"model's tokenizer made them, add a column vocabulary_digest with '{digest}'"
+                f"unknown vocabulary: the row has no column vocabulary_digest; if this model's "
+                f"tokenizer made its ids, add the column with the value '{digest}'"
             )
         if record["vocabulary_digest"] != digest:
             raise UnusableError(
-                f"different vocabulary: a different tokenizer made the ids (vocabulary_digest "
-                f"{record['vocabulary_digest']!r}, this model's is {digest!r}). Tokenize the texts "
-                f"again"
+                f"different vocabulary: a different tokenizer made the ids (its vocabulary_digest is "
+                f"{record['vocabulary_digest']!r}, this model's is {digest!r}); tokenize the texts "
+                f"again with this model's tokenizer"
             )
         ids = _integers(record, "input_ids")
         if not len(ids):
@@ -190,7 +188,7 @@ class RowParser:
             masks.append(values == 1)
         if record.get("labels") is not None:
             values = _integers(record, "labels", len(ids))
-            known = "the id at the same place (not that of the next token) and -100"
+            known = "-100 and the id at the same position (not the next token's id)"
             _require("labels", values, (values == UNSUPERVISED) | (values == ids), known)
             masks.append(values != UNSUPERVISED)
         if not masks:
@@ -203,7 +201,7 @@ class RowParser:
 
     @cached_property
     def _vocabulary(self) -> tuple[str, int]:
-        """(Digest, number of ids) of the tokenizer's vocabulary."""
+        """Digest and number of ids of the tokenizer's vocabulary."""
         return vocabulary_digest(self._tokenizer), max(self._tokenizer.get_vocab().values()) + 1
 
 
@@ -211,7 +209,7 @@ class RowParser:
 
 
 def _lookup(record: Record, key: str) -> Any:
-    """Return the value of a column, None if it is missing. `a.b` may be a nested column."""
+    """Return the value of a column; None if it is missing. `a.b` may name a nested column."""
     if key in record:
         return record[key]
     value: Any = record
@@ -221,8 +219,8 @@ def _lookup(record: Record, key: str) -> Any:
 
 
 def _column(row: Row, key: str, name: str) -> Any:
-    """Return the value of the column that `data.<name>` names. Raises `UnusableError` if it is
-    missing or null.
+    """Return the value of the column `key`, which `data.<name>` names. Raises `UnusableError` if it
+    is missing or null.
     """
     value = _lookup(row.record, key)
     if value is None:
@@ -251,7 +249,7 @@ def _found(row: Row) -> str:
 
 
 def _proposal(row: Row) -> str:
-    """Return a hint that names the override for columns with common names."""
+    """Return a hint with the override that reads a column with a common name."""
 
     def first(names: str) -> str | None:
         pattern = re.compile(rf"(.*\.)?({names})", re.IGNORECASE)
@@ -259,11 +257,11 @@ def _proposal(row: Row) -> str:
 
     prompt, response = first(PROMPT_NAMES), first(RESPONSE_NAMES)
     if chat := first(CHAT_NAMES):
-        return f"a column of messages is read with data.messages_key={chat}"
+        return f"to read '{chat}' as messages, set data.messages_key={chat}"
     if prompt and response:
-        return f"such columns are read with data.prompt_key={prompt} data.response_key={response}"
+        return f"to read these columns, set data.prompt_key={prompt} data.response_key={response}"
     if text := first(TEXT_NAMES):
-        return f"a column of plain text is read with data.text_key={text}"
+        return f"to read '{text}' as plain text, set data.text_key={text}"
     return "for single-turn columns set data.prompt_key and data.response_key"
 
 
@@ -281,10 +279,10 @@ def _from_pair(prompt: Any, response: Any, prompt_key: str, response_key: str) -
 
 
 def _from_turns(record: Record, key: str, turns: Any) -> tuple[list[Any], tuple[str, ...]]:
-    """Return the messages, converted if they are ShareGPT's, and the additional columns that they
-    use. Raises `UnusableError`.
+    """Return the messages, converted from ShareGPT's format if necessary, and the names of other
+    columns that hold messages. Raises `UnusableError`.
     """
-    turns = _json(turns) if isinstance(turns, str) else turns
+    turns = _json(turns)
     if not isinstance(turns, list):
         raise UnusableError(f"messages not a list: '{key}' is {_type(turns)}")
     if not turns:
@@ -306,18 +304,14 @@ def _from_sharegpt(turn: Any, where: str) -> Message:
     speaker, value = message.pop("from", None), message.pop("value", None)
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
-        raise UnusableError(
-            f"unknown role: {where} is from {speaker!r}; the known roles are {known}"
-        )
+        raise UnusableError(f"unknown role: {where} is from {speaker!r}; known roles: {known}")
     message["role"] = SHAREGPT_ROLES[speaker]
     if speaker != "function_call":
         return {**message, "content": value}
     calls = _json(_text(value, f"function_call in {where}"))
     calls = calls if isinstance(calls, list) else [calls]
     if not _are_objects(calls):
-        raise UnusableError(
-            f"broken tool_calls: function_call in {where} must be an object written as JSON"
-        )
+        raise UnusableError(f"broken tool_calls: function_call in {where} must be a JSON object")
     return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
@@ -326,8 +320,8 @@ def _from_alpaca(record: Record) -> list[Any]:
     for turn in record.get("history") or []:
         if not (isinstance(turn, list) and len(turn) == 2):
             raise UnusableError(
-                f"wrong content type: 'history' must hold pairs of user and assistant text, got "
-                f"{_type(turn)}"
+                f"wrong content type: 'history' must be a list of pairs of user and assistant text, "
+                f"got {_type(turn)}"
             )
         messages += [_message("user", turn[0]), _message("assistant", turn[1])]
     prompt = _text(record["instruction"], "'instruction'")
@@ -340,7 +334,7 @@ def _from_alpaca(record: Record) -> list[Any]:
 
 
 def _checked_message(message: Any, index: int) -> Message:
-    """Return a copy without nulls, with text as `content`. Raises `UnusableError`."""
+    """Return a copy without nulls, in which `content` is text. Raises `UnusableError`."""
     where = f"message {index + 1}"
     if not isinstance(message, dict):
         raise UnusableError(f"message not an object: {where} is {_type(message)}")
@@ -348,7 +342,7 @@ def _checked_message(message: Any, index: int) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise UnusableError(
-            f"unknown role: {where} has role {role!r}; the known roles are {', '.join(ROLES)}"
+            f"unknown role: {where} has role {role!r}; known roles: {', '.join(ROLES)}"
         )
     calls = message.get("tool_calls") or []
     if not _are_objects(calls):
@@ -366,8 +360,8 @@ def _checked_message(message: Any, index: int) -> Message:
 
 
 def _is_trained(message: Message, index: int) -> bool:
-    """Remove the training flags from a message, so that no template sees them. Return False if they
-    exclude its turn from the loss. Raises `UnusableError`.
+    """Remove the training flags from a message, so that templates cannot read them. Return False if
+    they exclude it from the loss. Raises `UnusableError`.
     """
     flags = {name: message.pop(name) for name in FLAGS if name in message}
     given = " and ".join(f"{name}={value!r}" for name, value in flags.items())
@@ -390,20 +384,19 @@ def _content_text(content: Any, what: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else _type(part)
         if kind != "text" or not isinstance(part.get("text"), str):
             raise UnusableError(
-                f"wrong content type: {what} has a part of type {kind!r}, only text can be trained "
-                f"on"
+                f"wrong content type: {what} has a part of type {kind!r}; only text can be trained"
             )
     return "".join(part["text"] for part in content)
 
 
 def _tools(tools: Any, key: str) -> list[dict[str, Any]] | None:
-    """Return tool definitions, given as a list or as JSON text."""
-    tools = _json(tools) if isinstance(tools, str) and tools.strip() else tools
+    """Return tool definitions, given as a list or as JSON text. Raises `UnusableError`."""
+    tools = _json(tools)
     if not tools:
         return None
     if not _are_objects(tools):
         raise UnusableError(
-            f"broken tools: '{key}' must be a list of objects, or such a list as a JSON string, got "
+            f"broken tools: '{key}' must be a list of objects, or JSON text of one, got "
             f"{_type(tools)}"
         )
     return list(tools)
@@ -412,12 +405,12 @@ def _tools(tools: Any, key: str) -> list[dict[str, Any]] | None:
 # Values
 
 
-def _json(text: str) -> Any:
-    """Parse JSON text. Return text that is not JSON unchanged."""
+def _json(value: Any) -> Any:
+    """Return the value of JSON text; any other value unchanged."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        return text
+        return value
 
 
 def _are_objects(value: Any) -> bool:
@@ -435,16 +428,16 @@ def _type(value: Any) -> str:
 
 
 def _integers(record: Record, key: str, length: int | None = None) -> np.ndarray:
-    """Return a list of integers, or of booleans, as int32. Raises `UnusableError`."""
+    """Return a list of integers or booleans as int32. Raises `UnusableError`."""
     values = record[key]
     try:
         found = array("i", values if isinstance(values, list) else [None])
     except (TypeError, OverflowError) as error:
-        reason = f"bad tokens: '{key}' is not a list of integers of 32 bits"
+        reason = f"bad tokens: '{key}' is not a list of 32-bit integers"
         raise UnusableError(reason) from error
     if length not in (None, len(found)):
         raise UnusableError(
-            f"bad tokens: '{key}' has {len(found)} values for {length} of 'input_ids'"
+            f"bad tokens: '{key}' has {len(found)} values, but 'input_ids' has {length}"
         )
     return np.array(found)
 
