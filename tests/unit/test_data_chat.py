@@ -60,7 +60,7 @@ NEVER_ENDS_TAGGED = fixtures.CHATML_TAGGED.replace(
     "message['content'] + '<|im_end|>' }}{% end", "message['content'] }}{% end"
 )
 NO_PROMPT = fixtures.CHATML.split("{% if add_generation_prompt")[0]
-NO_END = "does not end with a special token, so the model would never"
+NO_END = "does not end with a special token, so the model would not"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ NO_END = "does not end with a special token, so the model would never"
     [
         (NEVER_ENDS, NO_END),
         (NEVER_ENDS_TAGGED, NO_END),
-        (NO_PROMPT, "the loss would include the '<|im_start|>assistant\\n' before it"),
+        (NO_PROMPT, "the loss would include '<|im_start|>assistant\\n'"),
         ("{{ messages | length }}" + fixtures.CHATML, "message 2 cannot be masked"),
     ],
     ids=["never ends", "never ends, with tags", "no generation prompt", "changes its past"],

@@ -76,8 +76,7 @@ def test_flags_are_refused_where_tags_do_not_tell_the_turns_apart():
     )
     found = reason(template, USER, {**ONE, "weight": 0}, TWO)
     assert (
-        "mark 1 spans for 2 assistant turns, so this row's training flags cannot be applied"
-        in found
+        "mark 1 spans in 2 assistant turns, so this row's training flags cannot be applied" in found
     )
 
 

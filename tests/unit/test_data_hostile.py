@@ -95,9 +95,9 @@ FILES: dict[str, tuple[bytes, str]] = {
     "rows.jsonl.gz": (gzip.compress(MANY)[:-9], "cannot be read after line "),
     "rows.jsonl.zst": (MANY, "cannot be read after line 0: "),
     "none.jsonl": (b"\n\n", "no row to train on in "),
-    "object.json": (b'{"a": 1}', "holds a dict: a .json file must be an array of objects"),
-    "torn.json": (b'[\n{"a": 1},\n', "is not JSON: Expecting value: line 3"),
-    "torn.parquet": (parquet(text=["a"])[:-5], "is not a readable parquet file (after row 0)"),
+    "object.json": (b'{"a": 1}', "is not an array of objects.\nFix: make it an array"),
+    "torn.json": (b'[\n{"a": 1},\n', "is not valid JSON: Expecting value: line 3"),
+    "torn.parquet": (parquet(text=["a"])[:-5], "cannot be read as parquet after row 0"),
     "columns.parquet": (
         parquet(question=["a"], answer=["b"]),
         "row 1: unrecognised columns: found 'question', 'answer'",

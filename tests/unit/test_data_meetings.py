@@ -66,5 +66,5 @@ def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_pat
 def test_only_text_is_split(tmp_path):
     ask, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": LONG}
     row = {"messages": [ask, answer]}
-    with pytest.raises(DataError, match=r"over-long: \d+ tokens > data.max_length 16"):
+    with pytest.raises(DataError, match=r"over-long: \d+ tokens > data.max_length=16"):
         split(tmp_path, row, keys=RowKeys())

@@ -179,7 +179,7 @@ def test_each_turn_is_a_sample_behind_its_prompt_where_a_template_drops_reasonin
 def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told():
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
     [refused] = marked(ASK, ONE, template=opens, turns="apart")
-    assert "message 2 (assistant) is not rendered as its generation prompt begins" in refused
+    assert "message 2 (assistant) does not begin with its generation prompt's header" in refused
     assert marked(ASK, ONE, template=opens) == [f"{FIRST}[[one<|im_end|>]]\n"]
 
 

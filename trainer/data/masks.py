@@ -1,6 +1,4 @@
-"""Finds the characters of a conversation that the assistant generates, and divides the conversation
-into samples.
-"""
+"""Divides a conversation into samples, and marks the characters that the assistant generates."""
 
 import json
 from collections.abc import Iterator
@@ -15,8 +13,8 @@ from trainer.data.tokens import MarkedText, Span
 MARK = "zq0qz"
 FIX = "use a template with generation tags (data.chat_template)"
 NEVER_ENDS = (
-    "chat template: an assistant turn does not end with a special token, so the model would never "
-    "learn to stop; use a template that closes the turn (data.chat_template)"
+    "chat template: an assistant turn does not end with a special token, so the model would not "
+    "learn to stop; use a template that ends turns with one (data.chat_template)"
 )
 
 
@@ -29,8 +27,8 @@ class Part(MarkedText):
 
 
 class Renderings:
-    """The renderings of one conversation by one template: of the whole conversation, and of the
-    messages before and up to each turn.
+    """Renders one conversation with one template: the whole conversation, and the messages before
+    and up to each turn.
     """
 
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
@@ -44,9 +42,9 @@ class Renderings:
         """Return the samples that supervise the turns `trained`. `mode` is the value of
         `data.turns`.
 
-        `together` makes one sample of the whole conversation, and `apart` makes one sample of each
-        turn. `auto` divides the conversation only if its whole rendering shows a turn differently
-        than inference does. Raises `UnusableError`.
+        `together` makes one sample of the whole conversation, `apart` one sample of each turn.
+        `auto` divides the conversation only if a turn looks different in its whole rendering than
+        on a server. Raises `UnusableError`.
         """
         seen.num_conversations += 1
         if not trained:
@@ -55,7 +53,7 @@ class Renderings:
             return [self._together(trained)]
         together, problem = None, None
         if mode == "auto":
-            self._whole  # noqa: B018  refuses a row whose whole rendering fails
+            self._whole  # noqa: B018  raises if the whole conversation cannot be rendered
             try:
                 together = self._together(trained)
                 if self._is_as_served(together):
@@ -68,8 +66,8 @@ class Renderings:
                 parts.append(part)
             elif together is None:
                 raise problem or UnusableError(
-                    f"chat template: message {index + 1} (assistant) is not rendered as its "
-                    f"generation prompt begins; change data.apply_chat_template_kwargs or "
+                    f"chat template: message {index + 1} (assistant) does not begin with its "
+                    f"generation prompt's header; change data.apply_chat_template_kwargs or "
                     f"data.chat_template, or set data.turns=together"
                 )
         if len(parts) == len(trained):
@@ -83,7 +81,7 @@ class Renderings:
 
     def _rendered(self, num_messages: int, *, prompt: bool = False) -> tuple[str, list[Span]]:
         """Render the first `num_messages` messages. With `prompt`, add the generation prompt, as a
-        server does. Return the text, and the spans that the template's generation tags enclose.
+        server does. Return the text, and the spans inside generation tags.
         """
         key = num_messages, prompt
         if key not in self._made:
@@ -103,7 +101,7 @@ class Renderings:
         return self._upto(len(self._messages))
 
     def _closed(self, index: int) -> str:
-        """Return the rendering up to a turn, cut after the turn's end token. Raises
+        """Return the rendering of the messages up to a turn, cut after the turn's end token. Raises
         `UnusableError`.
         """
         closed = self._upto(index + 1).removesuffix(self._template.closing).rstrip()
@@ -114,7 +112,7 @@ class Renderings:
     # Turns of the whole rendering
 
     def _together(self, trained: list[int]) -> Part:
-        """Mark the turns in the rendering of the whole conversation, each including its end
+        """Return the whole conversation as one sample. The span of each turn includes its end
         token.
         """
         text, tagged = self._rendered(len(self._messages))
@@ -123,7 +121,7 @@ class Renderings:
         if trained != self.turns:
             if len(spans) != len(self.turns):
                 raise UnusableError(
-                    f"chat template: its generation tags mark {len(spans)} spans for "
+                    f"chat template: its generation tags mark {len(spans)} spans in "
                     f"{len(self.turns)} assistant turns, so this row's training flags cannot be "
                     f"applied; {FIX}"
                 )
@@ -133,8 +131,8 @@ class Renderings:
         return Part(text, spans, messages=self._messages, turns=trained)
 
     def _tagged_spans(self, text: str, tagged: list[Span]) -> Iterator[Span]:
-        """Yield the spans inside generation tags, each including an end token that directly follows
-        it. Raises `UnusableError`.
+        """Yield the spans inside generation tags. A span includes the end token that directly
+        follows it. Raises `UnusableError`.
         """
         touching: list[Span] = []
         for start, end in tagged:
@@ -149,9 +147,9 @@ class Renderings:
         added, special = self._template.added, self._template.special
         for start, end in touching:
             inside = text[start:end].rstrip()
-            behind = None if special.last_in(inside) else added.first_in(text, end)
-            if behind is not None:
-                yield start, end + len(behind)
+            following = None if special.last_in(inside) else added.first_in(text, end)
+            if following is not None:
+                yield start, end + len(following)
             elif added.last_in(inside) is not None:
                 yield start, start + len(inside)
             else:
@@ -173,8 +171,8 @@ class Renderings:
         text, prompt = self._whole, self._upto(index, prompt=True)
         if text.startswith(prompt):
             return len(prompt)
-        # The generation prompt may hold more than the turn's header, such as an empty thinking
-        # block: take the longest part, cut before a token, that the conversation really contains.
+        # The generation prompt may contain more than the turn's header, such as an empty thinking
+        # block. The header is its longest beginning, cut before a token, that the text contains.
         base = self._upto(index)
         if text.startswith(base) and prompt.startswith(base):
             header = prompt[len(base) :]
@@ -182,18 +180,18 @@ class Renderings:
                 if cut > 0 and text.startswith(header[:cut], len(base)):
                     return len(base) + cut
         raise UnusableError(
-            f"chat template: message {index + 1} cannot be masked, its rendering changes with the "
-            f"messages that follow; {FIX}"
+            f"chat template: message {index + 1} cannot be masked, because its rendering depends on "
+            f"the messages that follow; {FIX}"
         )
 
     def _turn_end(self, index: int, start: int, limit: int) -> int:
-        """Return the position at which this turn ends in the whole rendering; -1 if it is not
+        """Return the position at which a turn ends in the whole rendering; -1 if it is not
         found.
         """
         text, closed = self._whole, self._closed(index)
         if text.startswith(closed):
             return len(closed)
-        # the template rewrites the turn if messages follow, but it still ends with its token
+        # the template rewrites the turn if messages follow, but still ends it with the same token
         token = self._template.added.last_in(closed) or ""
         if token in json.dumps(self._messages[index], ensure_ascii=False, default=str):
             raise UnusableError(
@@ -203,8 +201,8 @@ class Renderings:
         return position + len(token) if position >= 0 else -1
 
     def _check_no_header(self, text: str, start: int, index: int) -> None:
-        """Refuse a template that ignores `add_generation_prompt`, and therefore leaves the turn's
-        header inside the span.
+        """Raise `UnusableError` if the span begins with the turn's header, because the template
+        ignores `add_generation_prompt`.
         """
         if "add_generation_prompt" in self._template.source:
             return
@@ -212,14 +210,16 @@ class Renderings:
         lead = text[start : max(start, text.find(content, start))]
         if self._template.special.positions(lead):
             raise UnusableError(
-                f"chat template: message {index + 1} cannot be masked: the loss would include the "
-                f"{lead!r} before it, because the template ignores add_generation_prompt; {FIX}"
+                f"chat template: message {index + 1} cannot be masked, because the template ignores "
+                f"add_generation_prompt: the loss would include {lead!r}; {FIX}"
             )
 
     # Turns as a model generates them on a server
 
     def _is_as_served(self, part: Part) -> bool:
-        """Return True if the whole rendering shows each supervised turn as `_served` does."""
+        """Return True if the supervised turns look the same in the whole rendering as in
+        `_served`.
+        """
         text = part.text
         if len(part.spans) != len(part.turns):
             return False
@@ -233,8 +233,8 @@ class Renderings:
         return True
 
     def _served(self, index: int) -> Part | None:
-        """Return a sample of the prompt that a server renders, followed by the text that the turn
-        adds. Return None if the rendered turn does not begin with the header that ends the prompt.
+        """Return a sample of the prompt that a server renders, followed by the turn. Return None if
+        the rendered turn does not begin with the header at the end of the prompt.
         """
         prompt, head = self._upto(index, prompt=True), self._upto(index + 1)
         start = len(prompt) if head.startswith(prompt) else self._header_end(index)
@@ -256,9 +256,9 @@ class Renderings:
         )
 
     def _header_end(self, index: int) -> int | None:
-        """Return the end of the generation prompt's header in a rendering that writes the messages
-        before the turn differently; None if it is not found. A mark in the last of these messages
-        shows where to search.
+        """Return where the turn's header ends in a rendering that writes the messages before it
+        differently than the prompt does; None if it is not found. The search begins at a mark in
+        the last of these messages.
         """
         base, prompt = self._upto(index), self._upto(index, prompt=True)
         header = prompt[len(base) :] if prompt.startswith(base) else ""
@@ -269,27 +269,28 @@ class Renderings:
         changed = {**last, "content": content + MARK + last["content"][len(content) :]}
         messages = [*self._messages[: index - 1], changed, self._messages[index]]
         marked, _ = self._template.render(messages, self._tools)
-        before, _, behind = marked.partition(MARK)
-        at = behind.find(header)
-        if at < 0 or not self._upto(index + 1).startswith(before + behind):
+        before, _, after = marked.partition(MARK)
+        at = after.find(header)
+        if at < 0 or not self._upto(index + 1).startswith(before + after):
             return None
         return len(before) + at + len(header)
 
 
-# Parts that a template leaves out
+# Parts of a message that the template leaves out
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINK_END = "</think>"
 TEXT, CALLS, REASONING = "text", "tool_calls", "reasoning"
 Marks = dict[str, tuple[int, str]]
-"""{mark: (index of the message, part of the message) that contains it}."""
+"""{mark: (index of the message, part of the message) in which it is}."""
 
 
 def count_missing_reasoning(template: ChatTemplate, part: Part, tools: Tools) -> int:
     """Return the number of supervised turns in a sample that are rendered without their reasoning.
 
-    Parts that are not found word for word are searched in a second rendering, in which each part
-    carries a mark. Raises `UnusableError` for a turn rendered without its text or its tool calls.
+    If the text of the turns does not contain them word for word, each part gets a mark, and the
+    marks are searched in a second rendering. Raises `UnusableError` for a turn that is rendered
+    without its text or tool calls.
     """
     messages, turns, spans = part.messages, part.turns, part.spans
     if len(spans) != len(turns):
@@ -306,7 +307,7 @@ def count_missing_reasoning(template: ChatTemplate, part: Part, tools: Tools) ->
     ]
     try:
         text = template.render(changed, tools)[0].lower()
-    except UnusableError:  # the template refuses the marked values: nothing is known
+    except UnusableError:  # the template cannot render the marks, so nothing is known
         return 0
     missing = {place for mark, place in marks.items() if mark not in text}
     for index in turns:
@@ -326,7 +327,7 @@ def _is_plainly_there(message: Message, text: str, span: Span) -> bool:
 
 
 def _with_marks(message: Message, index: int, marks: Marks) -> Message:
-    """Put a mark into each part of a message."""
+    """Return the message with a mark in each of its parts, and add the marks to `marks`."""
 
     def mark(part: str) -> str:
         name = f"zq{len(marks)}qz"
@@ -353,7 +354,7 @@ def _with_marks(message: Message, index: int, marks: Marks) -> Message:
 
 
 def _with_mark(call: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Mark the arguments of a tool call, or its name if it has no arguments."""
+    """Return the tool call with a mark in its arguments, or in its name if it has none."""
 
     def change(value: object) -> object:
         if not isinstance(value, dict):

@@ -1,5 +1,4 @@
-"""Turns rows into prepared samples: encodes rows, cuts them to length, counts them, and appends the
-samples to the files of a directory.
+"""Prepares samples: encodes rows, cuts them to length, counts them, and appends them to files.
 
 Few rows are prepared in this process, many rows in one process per CPU.
 """
@@ -29,10 +28,10 @@ from trainer.errors import EXIT_CRASH
 from trainer.runtime.signals import become_worker
 
 TOKENS, ROWS = "tokens.bin", "rows.bin"
-"""Files with the `TOKEN`s of all samples, end to end, and with the `ROW` of each sample."""
+"""The files with the `TOKEN`s of all samples, end to end, and with the `ROW` of each sample."""
 BAD_ROWS, OVER_LONG_ROWS = "bad_rows.jsonl", "over_long_rows.jsonl"
 TOKEN = np.dtype("<i4")
-"""A token id. If the token is supervised, the sign bit is set too."""
+"""A token id. The sign bit is set if the token is supervised."""
 SUPERVISED = np.int32(-(2**31))
 ROW = np.dtype(
     [
@@ -43,30 +42,30 @@ ROW = np.dtype(
         ("end", "<i8"),
     ]
 )
-"""A sample: index of its file, its line in that file, number of tokens, number of labels, and end
-of its tokens. The first token is never a label, because nothing predicts it.
+"""A sample: index of its file, line in that file, number of tokens and of labels, and end of its
+tokens. The first token is never a label, because nothing predicts it.
 """
-NUM_BLOCKS_AHEAD = 2  # for each process
+NUM_BLOCKS_AHEAD = 2  # per process
 
 Located = tuple[int, RowBlock]
-"""Index of a file, and a block of its rows."""
+"""(index of a file, block of its rows)."""
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedRows:
-    """The samples of a block of rows, and the rows that have none or were cut."""
+    """The samples of a block of rows, and lists of bad and over-long rows."""
 
     tokens: np.ndarray
-    """Tokens of all samples, end to end, as `TOKEN`."""
+    """The `TOKEN`s of all samples, end to end."""
     samples: np.ndarray
-    """The samples, as `ROW`. `end` counts from the first of these tokens."""
+    """The `ROW` of each sample. Its `end` is an index into `tokens`."""
     bad: list[dict[str, object]]
     over_long: list[dict[str, object]]
     summary: Summary
 
 
 def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> PreparedRows:
-    """Encode a block of rows. Rows that do not fit are cut, dropped or listed as bad."""
+    """Encode a block of rows. Rows that are too long are cut, dropped or listed as bad."""
     bad: list[dict[str, object]] = []
     over_long: list[dict[str, object]] = []
     found: list[tuple[int, ...]] = []
@@ -96,8 +95,8 @@ def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> Prepa
 
 
 def _fitted(encoder: RowEncoder, samples: Result) -> tuple[list[Encoded], int, str]:
-    """Return (samples of at most `max_length` tokens, tokens of the longest sample before cutting,
-    action). The action on an over-long row is `cut` or `dropped`, otherwise ''. Raises
+    """Return (samples of at most `max_length` tokens, length of the longest sample before cutting,
+    action). The action is `cut` or `dropped` for an over-long row, '' for any other row. Raises
     `UnusableError`.
     """
     if isinstance(samples, UnusableError):
@@ -115,11 +114,11 @@ def _fitted(encoder: RowEncoder, samples: Result) -> tuple[list[Encoded], int, s
         elif truncation == "split" and encoder.options.keys.text_key is not None:
             fitting = _pieces(samples[0], max_length)
         else:
-            raise UnusableError(f"over-long: {num_tokens} tokens > data.max_length {max_length}")
+            raise UnusableError(f"over-long: {num_tokens} tokens > data.max_length={max_length}")
     trained = [sample for sample in fitting if _num_labels(sample)]
     if not trained:
         raise UnusableError(
-            f"nothing supervised: none of {min(num_tokens, max_length)} tokens carries a label"
+            f"nothing supervised: none of {min(num_tokens, max_length)} tokens has a label"
             f"{action and f' after data.truncation={truncation}'}"
         )
     if action:
@@ -139,8 +138,8 @@ def _part(sample: Encoded, part: slice) -> Encoded:
 
 
 def _pieces(sample: Encoded, max_length: int) -> list[Encoded]:
-    """Cut a text into samples. Each sample begins with the last token of the previous one, which
-    predicts the next token. So no label is lost, and no label occurs twice.
+    """Cut a text into samples. Each begins with the last token of the previous one, which predicts
+    the next token, so that each label occurs exactly once.
     """
     starts = range(0, len(sample.input_ids) - 1, max(1, max_length - 1))
     return [_part(sample, slice(start, start + max_length)) for start in starts]
@@ -152,19 +151,19 @@ def _pieces(sample: Encoded, max_length: int) -> list[Encoded]:
 def prepare_blocks(
     encoder: RowEncoder, blocks: Iterable[Located]
 ) -> Generator[PreparedRows, None, None]:
-    """Yield the prepared blocks in order, and read a bounded number ahead. Raises `DataError` like
-    the encoder.
+    """Yield the prepared blocks in order, and read a limited number ahead. Raises `DataError` as
+    the encoder does.
     """
     blocks = iter(blocks)
     first = list(islice(blocks, 2))
     blocks = chain(first, blocks)
     num_processes = len(os.sched_getaffinity(0))
-    # multiprocessing forbids a daemonic process to have children
+    # multiprocessing does not allow daemonic processes to have children
     if len(first) < 2 or num_processes == 1 or current_process().daemon:
         for located in blocks:
             yield prepare_rows(encoder, *located)
         return
-    # forked processes need no imports; they do not touch a device
+    # fork saves the imports, and is safe because these processes use no GPU
     pool = ProcessPoolExecutor(num_processes, get_context("fork"), _begin, (encoder, os.getpid()))
     running: deque[Future[PreparedRows]] = deque()
     try:
@@ -177,7 +176,7 @@ def prepare_blocks(
     except BrokenProcessPool as error:
         raise RuntimeError(
             f"one of {num_processes} processes that prepare data was killed, most likely because "
-            f"memory ran out.\nFix: fewer CPU cores make fewer of them (taskset -c 0-3 …)"
+            f"memory ran out.\nFix: run fewer of them by using fewer CPUs (taskset -c 0-3 …)"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -190,7 +189,7 @@ _encoder: RowEncoder
 def _begin(encoder: RowEncoder, parent_pid: int) -> None:
     global _encoder
     become_worker(parent_pid, code=EXIT_CRASH)
-    # the other CPUs are busy, and threads were not forked
+    # the other CPUs are busy, and a fork does not copy the tokenizer's threads
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
 
@@ -209,14 +208,14 @@ def write_samples(
     options: PrepareOptions,
     progress: Callable[[], None],
 ) -> Summary:
-    """Prepare every row of `files` in order. Append the samples, and the lists of bad and over-long
-    rows, to the files of `directory`.
+    """Prepare all rows of `files` in order. Append the samples, and lists of bad and over-long
+    rows, to files in `directory`. Return counts of the rows.
 
-    `progress` is called after each block. If one bad row ends the run, reading stops after a first
-    block without any good row. Returns counts of the rows.
+    `progress` is called after each block. If bad rows are errors, reading stops after a first block
+    without a good row.
     """
     summary = Summary()
-    # of the ids, masks and bounds of all samples in order; checkpoints store a digest of these
+    # of the ids, masks and bounds of all samples in order
     digests = hashlib.sha256(), hashlib.sha256(), hashlib.sha256(np.int64(0).tobytes())
     with closing(prepare_blocks(encoder, _blocks(files, options))) as parts:
         for part in parts:
@@ -243,7 +242,7 @@ def write_samples(
 
 
 def _blocks(files: list[Path], options: PrepareOptions) -> Iterator[Located]:
-    """Yield the rows of all files up to `max_samples`."""
+    """Yield the rows of all files, at most `max_samples`."""
     num_left = options.max_samples
     for file_index, path in enumerate(files):
         for block in iter_blocks(path, columns_of(options.keys)):
@@ -257,5 +256,5 @@ def _blocks(files: list[Path], options: PrepareOptions) -> Iterator[Located]:
 
 def _json_lines(entries: list[dict[str, object]]) -> bytes:
     text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
-    # lone surrogates, such as in a file name that is not UTF-8, become JSON escapes
+    # lone surrogates, as in a file name that is not UTF-8, become JSON escapes
     return text.encode("utf-8", "backslashreplace")

@@ -1,4 +1,4 @@
-"""Streams the rows of files. A row that cannot be read carries the reason."""
+"""Streams the rows of files."""
 
 import io
 import json
@@ -13,22 +13,22 @@ import pyarrow.parquet as pq
 from trainer.data.rows import Row, UnusableError
 from trainer.errors import DataError
 
-BLOCK_ROWS, BLOCK_BYTES = 250, 1 << 20  # a block ends when one of them is reached
+BLOCK_ROWS, BLOCK_BYTES = 250, 1 << 20  # a block ends at the first limit that it reaches
 COMPRESSED = (".gz", ".zst")
 BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class RowBlock:
-    """Consecutive rows of one file. They are not parsed yet, so that any process can parse them."""
+    """Consecutive rows of one file. The process that prepares them parses them."""
 
     path: Path
     content: list[tuple[int, Any]] | pa.RecordBatch
     """Numbered lines (bytes) or array elements; for parquet, the columns that are read."""
     first: int = 1
-    """For parquet, the number of the first row."""
+    """Number of the first row; only for parquet."""
     unread: tuple[str, ...] = ()
-    """For parquet, the columns that are not read."""
+    """Columns that are not read; only for parquet."""
 
     def __len__(self) -> int:
         return len(self.content)
@@ -37,6 +37,7 @@ class RowBlock:
         return replace(self, content=self.content[:count])
 
     def rows(self) -> Iterator[Row]:
+        """Yield the rows. A row that cannot be read has a `problem`."""
         content: Iterable[tuple[int, Any]] = self.content
         if isinstance(content, pa.RecordBatch):
             content = enumerate(_records(content), start=self.first)
@@ -49,21 +50,20 @@ class RowBlock:
             elif not isinstance(record, dict):
                 kind = type(record).__name__
                 problem = UnusableError(
-                    f"not an object: the row is a {kind}; a row is one line of a .jsonl file"
+                    f"not an object: the row is a {kind}; each row must be an object"
                 )
             yield Row(self.path, number, record, self.unread, problem)
 
 
 def iter_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
-    """Stream the rows of one file, one by one. Raises `DataError` like `iter_blocks`."""
+    """Stream the rows of one file. Raises `DataError` as `iter_blocks` does."""
     return (row for block in iter_blocks(path, columns) for row in block.rows())
 
 
 def iter_blocks(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
-    """Stream the rows of one file in blocks. Raises `DataError` if the file as a whole cannot be
-    read.
+    """Stream the rows of one file in blocks. Raises `DataError` for a file that cannot be read.
 
-    Only `columns` of a parquet file are read; a nested column is named `a.b`.
+    Only `columns` of a parquet file are read. A nested column is named `a.b`.
     """
     if path.suffix == ".parquet":
         yield from _iter_parquet(path, columns)
@@ -91,18 +91,18 @@ def _iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 line = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
                 if line:
                     yield number, line
-        except OSError as error:  # a torn or damaged archive
+        except OSError as error:  # a truncated or damaged archive
             raise DataError(f"'{path}' cannot be read after line {number}: {error}") from error
 
 
 def _parsed(line: bytes) -> object:
-    """Return the value of a line, or an `UnusableError` with the reason why it has none."""
+    """Return the JSON value of a line, or an `UnusableError` with the reason why it has none."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return UnusableError(f"bad UTF-8: {error}")
     except (ValueError, RecursionError) as error:
-        return UnusableError(f"broken JSON: {error}; a row is one line of a .jsonl file")
+        return UnusableError(f"broken JSON: {error}; each line must be one JSON object")
 
 
 def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
@@ -112,18 +112,21 @@ def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
         records = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"'{path}' is not JSON: {error}.\nFix: name a file with one object per line .jsonl"
+            f"'{path}' is not valid JSON: {error}.\n"
+            f"Fix: repair it; if it has one object per line, rename it to .jsonl"
         ) from error
     if not isinstance(records, list):
-        kind = type(records).__name__
-        raise DataError(f"'{path}' holds a {kind}: a .json file must be an array of objects")
+        raise DataError(
+            f"'{path}' is not an array of objects.\n"
+            f"Fix: make it an array, or write one object per line into a .jsonl file"
+        )
     yield from enumerate(records, start=1)
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a file for reading its bytes, and unpack it if it is compressed. Raises `DataError`."""
+    """Open a file to read its bytes, decompressed if necessary. Raises `DataError`."""
     try:
-        # pyarrow chooses the format by this suffix, and no other package here can unpack zstd
+        # pyarrow infers the format from the suffix, and is the only dependency that reads zstd
         if path.suffix in COMPRESSED:
             return io.BufferedReader(pa.input_stream(path), BUFFER_BYTES)
         return path.open("rb")
@@ -137,7 +140,7 @@ def _open(path: Path) -> BinaryIO:
 def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
     number = 0
     try:
-        # with `pre_buffer`, pyarrow reads whole row groups
+        # with `pre_buffer`, pyarrow would read whole row groups into memory
         with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
             names = _column_names(file.schema_arrow)
             read = [column for column in columns if any(_is_part(name, column) for name in names)]
@@ -145,27 +148,27 @@ def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
             if len(set(kept)) < len(kept):
                 raise DataError(
                     f"'{path}' has several columns with the same name: {', '.join(kept)}.\n"
-                    f"Fix: write the file again with a different name for each column"
+                    f"Fix: rename them in the file"
                 )
             unread = tuple(name for name in names if name not in kept)
             for index in range(file.num_row_groups):
                 group = file.metadata.row_group(index)
-                if group.num_rows < 0:  # pyarrow would end the process
+                if group.num_rows < 0:  # pyarrow would abort the process
                     raise pa.ArrowInvalid(f"row group {index} has {group.num_rows} rows")
                 rows_per_block = BLOCK_BYTES * group.num_rows // max(1, group.total_byte_size)
                 num_rows = min(BLOCK_ROWS, max(1, rows_per_block))
                 for batch in file.iter_batches(num_rows, row_groups=[index], columns=read):
                     yield RowBlock(path, batch, number + 1, unread)
                     number += len(batch)
-    # pyarrow decodes the column names itself
+    # UnicodeDecodeError: pyarrow decodes the column names
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"'{path}' is not a readable parquet file (after row {number}): {error}"
+            f"'{path}' cannot be read as parquet after row {number}: {error}"
         ) from error
 
 
 def _column_names(schema: pa.Schema) -> list[str]:
-    """Return the column names; a column inside a struct is named `a.b`."""
+    """Return the column names. A column inside a struct is named `a.b`."""
     table = schema.empty_table()
     while any(pa.types.is_struct(field.type) for field in table.schema):
         table = table.flatten()
@@ -177,8 +180,8 @@ def _is_part(name: str, column: str) -> bool:
 
 
 def _records(batch: pa.RecordBatch) -> list[object]:
-    """Return the records of a batch. A row with a value that Python cannot hold, such as a date in
-    the year 20000, becomes an `UnusableError`.
+    """Return the records of a batch. A row with a value that Python cannot represent, such as a
+    date in the year 20000, becomes an `UnusableError`.
     """
     try:
         return list(map(_without_nulls, batch.to_pylist()))
@@ -190,7 +193,7 @@ def _records(batch: pa.RecordBatch) -> list[object]:
 
 
 def _without_nulls(value: object) -> object:
-    """Drop the nulls that parquet adds so that every struct of a column has the same fields."""
+    """Remove the nulls that parquet adds to give all structs of a column the same fields."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
