@@ -23,11 +23,11 @@ def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, ca
         return "\n".join(announced(samples, None, fixtures.make_tokenizer(), caplog))
 
     plain, apart = lines(fixtures.CHATML), lines(fixtures.QWEN3)
-    assert "1 assistant turns are rendered without their reasoning" in plain
+    assert "1 assistant turns rendered without their reasoning" in plain
     assert "unused keys of messages: 'rating' 1" in plain
     assert "unused columns: 'context' 2" in plain
-    assert "trained turn by turn" not in plain
-    assert "1 conversations are trained turn by turn" in apart
+    assert "divided into one sample per turn" not in plain
+    assert "1 conversations divided into one sample per turn" in apart
     assert "3 samples, " in apart and "without their reasoning" not in apart
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
-    assert "3 turns are not rendered as their generation prompt begins" in lines(opens)
+    assert "3 turns that do not begin with their generation prompt's header" in lines(opens)
