@@ -26,7 +26,8 @@ class TrainingError(RuntimeError):
 
     def __init__(self, run_dir: Path, exit_code: int) -> None:
         super().__init__(f"the run in {run_dir} ended with exit code {exit_code}; see its output")
-        self.run_dir, self.exit_code = run_dir, exit_code
+        self.run_dir = run_dir
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path):
             {"lora_rank": 4, "modules_to_save": ["norm"]},
             "'norm' is neither the input embeddings nor the output head.*\n.*embed_tokens, lm_head",
         ),
-        ({"freeze": ["layers.7"]}, "'layers.7' matches the name of no parameter"),
+        ({"freeze": ["layers.7"]}, "no parameter has a name that matches 'layers.7'"),
         ({"freeze": ["("]}, "not a regular expression"),
         ({"lora_rank": 4, "target_modules": "("}, "not a regular expression"),
         ({"freeze": ["."]}, "nothing is left to train"),

@@ -25,11 +25,11 @@ def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, ca
 
     plain = lines(fixtures.CHATML)
     apart = lines(fixtures.QWEN3)
-    assert "1 assistant turns are rendered without their reasoning" in plain
+    assert "1 assistant turns rendered without their reasoning" in plain
     assert "unused keys of messages: 'rating' 1" in plain
     assert "unused columns: 'context' 2" in plain
-    assert "trained turn by turn" not in plain
-    assert "1 conversations are trained turn by turn" in apart
+    assert "divided into one sample per turn" not in plain
+    assert "1 conversations divided into one sample per turn" in apart
     assert "3 samples, " in apart and "without their reasoning" not in apart
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
-    assert "3 turns do not begin with their generation prompt" in lines(opens)
+    assert "3 turns that do not begin with their generation prompt's header" in lines(opens)

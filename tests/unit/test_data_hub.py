@@ -137,7 +137,10 @@ def test_a_split_is_downloaded_and_stays_at_its_revision(tmp_path, endpoint, mon
     }
     found, told = resolve(tmp_path, endpoint, *splits)
     assert list(map(texts, found)) == list(splits.values())
-    assert f"hf://org/name:train is revision {OLD}" in told and f"hf://org/name@{OLD}:train" in told
+    assert (
+        f"hf://org/name:train: using revision {OLD}" in told
+        and f"hf://org/name@{OLD}:train" in told
+    )
     assert [name for name in Hub.gets if "README" in name] == [], "only what the split needs"
 
     Hub.refs["main"] = NEW
@@ -150,7 +153,7 @@ def test_what_was_downloaded_is_read_without_a_network_and_the_rest_is_told(tmp_
     (found, no_split, subsets, no_revision, no_address), _ = resolve(
         tmp_path, endpoint, "name:train", *wrong
     )
-    assert "there is no such split" in no_split and "data/train_sft-0.parquet" in no_split
+    assert "the dataset has no such split" in no_split and "data/train_sft-0.parquet" in no_split
     assert "several subsets have this split" in subsets and "a/test, b/test" in subsets
     assert f"if {endpoint}/datasets/org/name exists" in no_revision and "hf auth" in no_revision
     assert "is not an address" in no_address

@@ -85,7 +85,7 @@ def test_the_fingerprint_is_what_it_was_and_covers_sources_and_repeats():
 
 
 def test_a_source_of_no_sample_is_refused():
-    why = r"source 'a': repeat 0\.1 of 4 rows is less than half a sample"
+    why = r"source 'a': repeat=0\.1 of its 4 rows is less than half a sample"
     with pytest.raises(DataError, match=why):
         Samples([source("a", 4, 0.1)])
 

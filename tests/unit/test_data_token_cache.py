@@ -100,7 +100,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     [
         ([], {}, r"no row to train on in .*rows.jsonl"),
         (["{"], {"on_bad_row": "skip"}, r"1 of 1 rows cannot be trained on \(0 can\)"),
-        (good_rows(2), {"truncation": "drop", "max_length": 2}, "2 rows read, 2 dropped by"),
+        (good_rows(2), {"truncation": "drop", "max_length": 2}, "2 of 2 rows were dropped"),
         (
             [{"q": "x" * 200, "a": "b"}],
             {"truncation": "right", "max_length": 20},

@@ -1,6 +1,6 @@
-"""The typed configuration: every key, its type, and all checks that need no model and no data.
+"""The typed configuration: every key, its type, and all checks that need neither model nor data.
 
-Nothing here imports torch, so a mistyped key fails before anything slow starts.
+Nothing here imports torch, so a mistyped key fails before slow imports.
 """
 
 from trainer.config.data import QUICKSTART, DataConfig, RowKeys, Source, SourceConfig, sources_of

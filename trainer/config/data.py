@@ -28,8 +28,11 @@ class SourceConfig:
     files: str | list[str] = key(MISSING, "path, glob or list of both", not_empty)
     name: str | None = key(
         None,
-        "its name in metrics and log; null = the name of its file",
-        where(re.compile(NAME).fullmatch, "must consist of letters, digits, _ - and .; got '{}'"),
+        "name in metrics and logs; null = the name of the first file",
+        where(
+            re.compile(NAME).fullmatch,
+            "must consist of letters, digits, _ - and ., and begin with a letter or digit; got '{}'",
+        ),
     )
     repeat: float = key(
         1.0,
@@ -37,20 +40,22 @@ class SourceConfig:
         "other half in the next epoch; must be 1 for validation",
         within("(0, 1000]"),
     )
-    max_samples: int | None = key(None, "use only the first rows; -1 = all", count_or_all)
+    max_samples: int | None = key(
+        None, "use only this many rows from the beginning; -1 = all", count_or_all
+    )
     chat_template: str | None = key(
-        None, "template for its rows: chatml | llama3 | plain or a path"
+        None, "template for these rows: chatml | llama3 | plain, or the path of a jinja file"
     )
     messages_key: str | None = key(None, "column with [{role, content}, ...]")
     tools_key: str | None = key(None, "column with tool definitions")
-    prompt_key: str | None = key(None, "column of the user's text")
-    response_key: str | None = key(None, "column of the assistant's text")
-    text_key: str | None = key(None, "column of plain text; all of it is trained")
+    prompt_key: str | None = key(None, "column with the user's text")
+    response_key: str | None = key(None, "column with the assistant's text")
+    text_key: str | None = key(None, "column with plain text; all of it is trained")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The training data and its batches."""
+    """Training data and batches."""
 
     train_files: str | list[str | SourceConfig] = key(
         QUICKSTART,
@@ -71,20 +76,21 @@ class DataConfig:
     )
     train_batch_size: int = key(
         32,
-        "samples per optimizer step over all ranks; the result does not depend on the number of ranks",
+        "samples per optimizer step, summed over all ranks; results do not depend on the number of "
+        "ranks",
         at_least(1),
     )
     micro_batch_size_per_gpu: int | None = key(
-        None, "at most this many samples per forward pass; null = no limit", at_least(1)
+        None, "maximum samples per forward pass; null = no limit", at_least(1)
     )
     max_token_len_per_gpu: int | None = key(
-        8192, "at most this many tokens per forward pass; null = no limit", at_least(1)
+        8192, "maximum tokens per forward pass and rank; null = no limit", at_least(1)
     )
-    max_length: int = key(2048, "longest sample in tokens", at_least(1))
+    max_length: int = key(2048, "maximum tokens per sample", at_least(1))
     truncation: str = key(
         "error",
-        "longer samples: error | left | right (cut that side) | drop | split (only plain text: cut "
-        "into several samples)",
+        "what happens to longer samples: error | left | right (cut that side) | drop | split (cut "
+        "plain text into several samples)",
         one_of("error", "left", "right", "drop", "split"),
     )
     order: str = key(
@@ -95,55 +101,56 @@ class DataConfig:
     messages_key: str = key("messages", "column with [{role, content}, ...]; nested keys as a.b")
     tools_key: str = key("tools", "column with tool definitions, if any")
     prompt_key: str | None = key(
-        None, "single-turn data: column of the user's text; null = detect the format"
+        None, "single-turn data: column with the user's text; null = detect the format"
     )
-    response_key: str | None = key(None, "single-turn data: column of the assistant's text")
+    response_key: str | None = key(None, "single-turn data: column with the assistant's text")
     text_key: str | None = key(
         None,
-        "column of plain text, for continued pretraining; trains all of it and the tokenizer's end "
-        "token",
+        "column with plain text, for continued pretraining; all of it and an end token are trained",
     )
     chat_template: str | None = key(
         None,
-        "replaces the tokenizer's template: chatml | llama3 | plain, or the path of a jinja file; "
-        "exported with the model",
+        "replaces the tokenizer's chat template: chatml | llama3 | plain, or the path of a jinja "
+        "file; exported with the model",
     )
     apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "further variables for the template, e.g. {enable_thinking: false}"
+        {}, "additional variables for the template, e.g. {enable_thinking: false}"
     )
     turns: str = key(
         "auto",
         "together (a conversation is one sample) | apart (each supervised turn is one sample, with "
-        "the prompt that a server would render for it) | auto (apart if the template renders a "
-        "turn differently once others follow)",
+        "the prompt that a server would render) | auto (apart if the template renders a turn "
+        "differently once others follow)",
         one_of("together", "apart", "auto"),
     )
     train_on: str = key(
         "all",
-        "supervise all assistant turns | the last one of each row",
+        "supervised assistant turns: all | last (the last one of each row)",
         one_of("all", "last"),
     )
     special_in_content: str = key(
         "error",
-        "a message contains tokens that the template writes around turns: error (bad row) | "
-        "parse (special tokens)",
+        "if a message contains tokens that the template writes around turns: error (the row is bad) "
+        "| parse (train them as special tokens)",
         one_of("error", "parse"),
     )
     train_max_samples: int = key(
-        -1, "use only the first rows (of each training source); -1 = all", count_or_all
+        -1,
+        "use only this many rows from the beginning of each training source; -1 = all",
+        count_or_all,
     )
     on_bad_row: str = key(
         "error",
         "unusable rows: error (list them and stop) | skip (count and list them; stop if they are "
-        "more than half)",
+        "more than half of all rows)",
         one_of("error", "skip"),
     )
     num_workers: int = key(
         1,
-        "loader processes per rank; 0 = build batches in the training process",
+        "data loader processes per rank; 0 = build batches in the training process",
         within("[0, 64]"),
     )
-    cache_dir: str = key("checkpoints/.cache", "prepared tokens, named by content hashes")
+    cache_dir: str = key("checkpoints/.cache", "directory of prepared tokens, reused across runs")
 
 
 @dataclass(frozen=True)
@@ -161,8 +168,8 @@ class RowKeys:
 
 @dataclass(frozen=True)
 class Source:
-    """Files whose rows are read and rendered in the same way: a `SourceConfig` in which the values
-    of `data` replace missing ones.
+    """Files whose rows are read and rendered in the same way: a `SourceConfig` whose missing values
+    are filled in from `data`.
     """
 
     name: str
@@ -174,8 +181,8 @@ class Source:
 
 
 def sources_of(data: DataConfig, name: str) -> list[Source]:
-    """Return the sources of `train_files` or `val_files` (`name`). Raises `ConfigError` for
-    sources that contradict each other.
+    """Return the sources of `data.<name>`, which is `train_files` or `val_files`. Raises
+    `ConfigError`.
     """
     dotted = f"data.{name}"
     files = getattr(data, name)
@@ -190,8 +197,8 @@ def sources_of(data: DataConfig, name: str) -> list[Source]:
     names = [source.name for source in found]
     if repeated := {source for source in names if names.count(source) > 1}:
         raise ConfigError(
-            f"'{dotted}' has several sources named '{repeated.pop()}'.\nFix: set a different "
-            f"`name` for each"
+            f"'{dotted}' has several sources named '{repeated.pop()}'.\n"
+            f"Fix: give each a different `name`"
         )
     return found
 
@@ -199,15 +206,15 @@ def sources_of(data: DataConfig, name: str) -> list[Source]:
 def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> Source:
     if name == "val_files" and given.repeat != 1:
         raise ConfigError(
-            f"'{dotted}.repeat' must be 1, got {given.repeat:g}: validation evaluates every row "
-            f"exactly once"
+            f"'{dotted}.repeat' must be 1, got {given.repeat:g}: validation uses every row exactly "
+            f"once"
         )
     if problem := column_problem(given, f"{dotted}."):
         raise ConfigError(problem)
     max_samples = given.max_samples
     if max_samples is None:
         max_samples = data.train_max_samples if name == "train_files" else -1
-    # A source that names columns does not use those that `data` names for other formats.
+    # a source that names columns of one format ignores those that `data` names for others
     has_own = bool(given.messages_key or given.prompt_key or given.text_key)
     return Source(
         name=given.name or _name(given.files, dotted),
@@ -226,20 +233,25 @@ def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> So
 
 
 def column_problem(keys: DataConfig | SourceConfig, prefix: str) -> str:
-    """Return the problem with the combination of keys that name columns; '' if there is none."""
+    """Return a message if the keys that name columns contradict each other, else ''."""
     if (keys.prompt_key is None) != (keys.response_key is None):
-        return f"'{prefix}prompt_key' and '{prefix}response_key' go together: set both or neither"
+        return (
+            f"'{prefix}prompt_key' and '{prefix}response_key' work only together. Fix: set both or "
+            f"neither"
+        )
     if keys.text_key is not None and keys.prompt_key is not None:
-        return f"'{prefix}text_key' and '{prefix}prompt_key' exclude each other: remove one of them"
+        return (
+            f"'{prefix}text_key' does not work with '{prefix}prompt_key'. Fix: remove one of them"
+        )
     return ""
 
 
 def _name(files: str | list[str], dotted: str) -> str:
-    """Return the name of the first file without its endings."""
+    """Return the name of the first file without its suffixes."""
     first = files if isinstance(files, str) else files[0]
     stem = Path(first).stem.removesuffix(".jsonl")  # as in a.jsonl.gz
     if not re.fullmatch(NAME, stem):
         raise ConfigError(
-            f"'{dotted}' needs a `name`, because metrics cannot contain the name of '{first}'"
+            f"'{dotted}' needs a `name`, because metrics cannot be named after its file '{first}'"
         )
     return stem

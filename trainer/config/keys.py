@@ -1,4 +1,4 @@
-"""Declares keys: a key is a field of a frozen dataclass with type, default, meaning and checks."""
+"""Declares keys. A key is a field of a frozen dataclass with type, default, meaning and checks."""
 
 import difflib
 import math
@@ -8,8 +8,8 @@ from dataclasses import Field, field, fields, is_dataclass
 from typing import Any, TypeGuard
 
 Check = Callable[[Any], str]
-"""A function that takes a value of the key's type, never null. It returns a problem that can follow
-the key's name, or ''.
+"""A function that takes a value of the key's type, never null, and returns '' or a problem. The
+message puts the key's name before the problem.
 """
 
 
@@ -18,18 +18,18 @@ class ConfigError(ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the known word nearest to a mistyped one; '' if no word is
-    near.
+    """Return a question that suggests the known word nearest to a mistyped one; '' if none is
+    similar.
     """
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean '{near[0]}'?" if near else ""
 
 
 def names_matching(pattern: str, names: Iterable[str], *, key: str, kind: str) -> list[str]:
-    """Return the names in which a regular expression is found.
+    """Return the names in which a regular expression is found. Raises `ConfigError` for an invalid
+    expression, and if no name matches.
 
-    Error messages contain `key` and `kind`, the kind of things that have these names. Raises
-    `ConfigError` for an invalid expression, and if no name matches.
+    Error messages contain `key` and `kind`, which says what the names refer to.
     """
     known = list(names)
     try:
@@ -37,15 +37,15 @@ def names_matching(pattern: str, names: Iterable[str], *, key: str, kind: str) -
     except re.error as error:
         raise ConfigError(f"{key}: '{pattern}' is not a regular expression: {error}") from error
     if not found:
-        hint = did_you_mean(pattern, known) or f"examples of names are {', '.join(known[:3])}"
-        raise ConfigError(f"{key}: '{pattern}' matches the name of no {kind}; {hint}")
+        hint = did_you_mean(pattern, known) or f"examples of names: {', '.join(known[:3])}"
+        raise ConfigError(f"{key}: no {kind} has a name that matches '{pattern}'; {hint}")
     return found
 
 
 def key(default: Any, meaning: str, *checks: Check, name: str | None = None) -> Any:
-    """Declare a key that users may set, or must set if the default is `dataclasses.MISSING`.
+    """Declare a key. Users must set it if the default is `dataclasses.MISSING`.
 
-    `name`: the user's name for the key, if Python does not allow it as a field name.
+    `name` is the user's name for the key, if Python does not allow it as a field name.
     """
     metadata = {"meaning": meaning, "checks": checks, "name": name}
     if isinstance(default, list | dict):
@@ -54,12 +54,12 @@ def key(default: Any, meaning: str, *checks: Check, name: str | None = None) -> 
 
 
 def group(cls: type) -> Any:
-    """Declare a group of keys with their defaults. The class's docstring is its meaning."""
+    """Declare a group of keys. The class's docstring is its meaning."""
     return field(default_factory=cls, metadata={"meaning": cls.__doc__, "checks": ()})
 
 
 def is_group(kind: Any) -> TypeGuard[type]:
-    """Return True for the type of a field that is a group of keys."""
+    """Return True if a field of this type is a group of keys."""
     return isinstance(kind, type) and is_dataclass(kind)
 
 
@@ -85,9 +85,7 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, "Field[Any]"]:
 
 
 def one_of(*allowed: str) -> Check:
-    """Allow these words. In a list each item must be one of them. A bool counts as its YAML
-    word.
-    """
+    """Allow these words, and lists of them. A bool counts as its YAML word."""
 
     def check(value: Any) -> str:
         for item in value if isinstance(value, list) else [value]:
@@ -102,12 +100,12 @@ def one_of(*allowed: str) -> Check:
 
 
 def where(is_right: Callable[[Any], object], problem: str) -> Check:
-    """Allow values for which `is_right` is true. `problem` contains `{}` in place of the value."""
+    """Allow values for which `is_right` returns true. `{}` in `problem` becomes the value."""
     return lambda value: "" if is_right(value) else problem.format(value)
 
 
 def at_least(least: float, *, special: int | None = None) -> Check:
-    """Allow numbers of at least `least`, and the number `special`."""
+    """Allow the number `special`, and numbers of at least `least`."""
     allowed = f"at least {least}" if special is None else f"{special} or at least {least}"
     return where(lambda value: value == special or value >= least, f"must be {allowed}, got {{}}")
 
@@ -127,8 +125,8 @@ def within(interval: str) -> Check:
 
 
 def parse_duration_s(text: str | None) -> float:
-    """Return the seconds of a duration such as `3h30m`, `90m` or `45s`; 0 for any other text,
-    infinity for None.
+    """Return the seconds of a duration such as `3h30m`, `90m` or `45s`; infinity for None, 0 for
+    any other text.
     """
     if text is None:
         return math.inf
@@ -144,6 +142,6 @@ count_or_all = at_least(1, special=-1)
 not_empty = where(lambda value: value.strip() if isinstance(value, str) else value, "is empty")
 duration = where(parse_duration_s, "must be a duration such as 3h30m, 90m or 45s; got '{}'")
 inside_checkpoints = where(
-    lambda name: ".." not in name.split("/"), "must not point outside checkpoints/: {}"
+    lambda name: ".." not in name.split("/"), "must not point outside checkpoints/, got '{}'"
 )
 """The check of a name that becomes part of a path."""

@@ -1,5 +1,4 @@
-"""Makes a checked `Config` from values by key. OmegaConf converts each value to the type of its
-key.
+"""Builds a checked `Config` from the values of keys. OmegaConf converts each value to its key's type.
 
 The message for a mistyped key suggests the nearest known one.
 """
@@ -21,11 +20,11 @@ from trainer.config.keys import ConfigError, declared, is_group, keys_of, one_of
 from trainer.config.schema import ALWAYS_SAVED, Config
 
 Implementations = Mapping[str, Mapping[str, object]]
-"""{key whose values name implementations: {name: implementation}}."""
+"""{key whose value names an implementation: {name: implementation}}."""
 
 
 def default_tree(cls: type = Config) -> DictConfig:
-    """Return the keys of a group with their defaults, as a tree that converts assigned values."""
+    """Return the keys of a group with their defaults, in a tree that converts assigned values."""
     tree: DictConfig = OmegaConf.structured(_schema(cls))
     return tree
 
@@ -51,16 +50,14 @@ def _schema(cls: type) -> type:
 
 
 def _has_entries(own: "Field[Any]") -> bool:
-    """Return True for a key that takes a list of groups, or either a text or a list."""
+    """Return True for a key whose value is a list of groups, or either a text or a list."""
     return any(get_origin(kind) is list or is_dataclass(kind) for kind in get_args(own.type))
 
 
 def assign(
     tree: DictConfig, values: Mapping[str, Any], cls: type = Config, prefix: str = ""
 ) -> list[str]:
-    """Set keys of a tree of `cls` from nested mappings. Return the problems, one for each wrong
-    key.
-    """
+    """Set keys of a tree of `cls` from nested mappings. Return a problem for each wrong key."""
     problems = []
     keys = declared(cls)
     for name, value in values.items():
@@ -79,9 +76,9 @@ def assign(
 
 
 def _set(tree: DictConfig, own: "Field[Any]", value: Any, dotted: str) -> Iterator[str]:
-    """Set one key. Yield the problem, if there is one."""
+    """Set one key. Yield the problem, if any."""
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # OmegaConf makes it a float again if the key is one
+        value = int(value)  # OmegaConf converts it back if the key's type is float
     elif get_origin(own.type) is list and not isinstance(value, list):
         value = [value]
     try:
@@ -91,14 +88,14 @@ def _set(tree: DictConfig, own: "Field[Any]", value: Any, dotted: str) -> Iterat
 
 
 def unknown_key(dotted: str, siblings: list[str]) -> str:
-    """Return the message for an unknown key. It suggests the key whose last part is nearest, from
-    the same group if possible.
+    """Return the message for an unknown key. It suggests the key whose last part is most similar,
+    preferably from the same group.
     """
     known = {name.rpartition(".")[2]: name for name in [*keys_of(Config), *siblings]}
     near = difflib.get_close_matches(dotted.rpartition(".")[2], known, n=1, cutoff=0.7)
     hint = (
-        "no key has a similar name. `train --help` lists all keys, docs/coming_from.md the "
-        "equivalents in other trainers"
+        "no key has a similar name. `train --help` lists all keys, and docs/coming_from.md those of "
+        "other trainers"
     )
     if near:
         hint = f"did you mean '{known[near[0]]}'?"
@@ -106,7 +103,7 @@ def unknown_key(dotted: str, siblings: list[str]) -> str:
 
 
 def to_config(tree: DictConfig, implementations: Implementations | None = None) -> Config:
-    """Return the checked `Config` of a tree. Raises a `ConfigError` that names all wrong keys."""
+    """Return the checked `Config` of a tree. Raises `ConfigError` with all problems."""
     try:
         resolved: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
@@ -125,9 +122,7 @@ def to_config(tree: DictConfig, implementations: Implementations | None = None) 
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
-    """Build a group from the values of its fields. Add the problems that its checks find to
-    `problems`.
-    """
+    """Build a group from the values of its fields. Append the problems that its checks find."""
     arguments = {}
     for name, own in declared(cls).items():
         value = values[own.name]
@@ -144,7 +139,9 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str
 
 
 def _with_entries(value: Any, own: "Field[Any]", dotted: str, problems: list[str]) -> Any:
-    """Return the value of a key with entries: a text, or a list whose mappings become groups."""
+    """Return the value of a key with entries: a text, or a list in which mappings have become
+    groups.
+    """
     kinds = own.type, *get_args(own.type)
     if type(value) in kinds:
         return value
@@ -163,7 +160,7 @@ def _with_entries(value: Any, own: "Field[Any]", dotted: str, problems: list[str
 
 
 def _entry(cls: Any, values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
-    """Return an entry of a list; None if it has problems."""
+    """Return the group for an entry of a list; None if it has problems."""
     tree = default_tree(cls)
     found = assign(tree, values, cls, prefix)
     found += [f"'{prefix}{name}' is missing" for name in OmegaConf.missing_keys(tree)]
@@ -172,7 +169,7 @@ def _entry(cls: Any, values: Mapping[str, Any], prefix: str, problems: list[str]
 
 
 def parse_recorded(values: Mapping[str, Any]) -> Config:
-    """Return the `Config` that a run recorded, without keys that this version does not have.
+    """Return the `Config` that a run recorded. Keys that this version does not have are ignored.
     Raises `ConfigError`.
     """
     tree = default_tree()
@@ -181,16 +178,16 @@ def parse_recorded(values: Mapping[str, Any]) -> Config:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield the contradictions between keys that are valid by themselves, each with a fix."""
+    """Yield a message with a fix for each contradiction between keys that are valid alone."""
     data = config.data
     model = config.model
     trainer = config.trainer
     max_tokens = config.max_micro_batch_tokens
     if max_tokens is not None and max_tokens < data.max_length:
         yield (
-            f"'data.max_token_len_per_gpu' ({data.max_token_len_per_gpu}) times "
-            f"'model.ulysses_sequence_parallel_size' ({model.ulysses_sequence_parallel_size}) is "
-            f"below 'data.max_length' ({data.max_length}): the longest sample does not fit. Fix: "
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} times "
+            f"model.ulysses_sequence_parallel_size={model.ulysses_sequence_parallel_size} is less "
+            f"than data.max_length={data.max_length}, so the longest samples would not fit. Fix: "
             f"raise data.max_token_len_per_gpu or lower data.max_length"
         )
     if problem := column_problem(data, "data."):
@@ -218,17 +215,20 @@ def contradictions(config: Config) -> Iterator[str]:
             yield f"'{name}' does not work with {other}. Fix: remove one of them"
     for name in ("modules_to_save", "load_in_4bit"):
         if getattr(model, name) and not has_lora:
-            yield f"'model.{name}' is a setting of LoRA. Fix: set model.lora_rank, or remove it"
+            yield f"'model.{name}' only works with LoRA. Fix: set model.lora_rank, or remove it"
     if model.has_adapters and (model.random_weights or model.partial_pretrain == QUICKSTART):
         yield (
             "LoRA ('model.lora_rank', 'model.lora_adapter_path') needs pretrained weights, because "
-            "its checkpoints do not contain them. Fix: set model.partial_pretrain to a model, and "
-            "model.random_weights=false"
+            "its checkpoints contain only adapters. Fix: set model.partial_pretrain to a pretrained "
+            "model, and model.random_weights=false"
         )
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
-        yield "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' go together: set both or neither"
+        yield (
+            "'trainer.resume_from_path' and 'trainer.resume_mode=resume_path' work only together. "
+            "Fix: set both or neither"
+        )
     if not set(ALWAYS_SAVED) <= set(trainer.checkpoint.save_contents):
         yield (
-            "'trainer.checkpoint.save_contents' must contain model, optimizer and extra: without "
-            "them a run cannot resume"
+            "'trainer.checkpoint.save_contents' must contain model, optimizer and extra, because a "
+            "run cannot resume without them"
         )

@@ -1,8 +1,8 @@
-"""Every key of the configuration, declared once: type, default, meaning, checks.
+"""Declares every key of the configuration once: type, default, meaning, checks.
 
-`python tests/architecture/config_table.py` writes `conf/sft.yaml` and the table of docs/config.md
-from these declarations. `train/start/compose.py` checks values that name an implementation
-(`model.loss`, `trainer.logger`).
+`python tests/architecture/config_table.py` writes `conf/sft.yaml` and the tables of docs/config.md
+from these declarations. `train/start/compose.py` checks values that name an implementation, such as
+`model.loss` and `trainer.logger`.
 """
 
 from dataclasses import MISSING, dataclass, field
@@ -41,31 +41,31 @@ YEAR_S = 365 * 24 * 3600
 MIN_DIST_TIMEOUT_S = 60
 ALWAYS_SAVED = ("model", "optimizer", "extra")
 EXPORTS = ("hf_model", "merged_model")
-"""Values of `save_contents` that export weights; for LoRA, the adapter or the merged model."""
+"""Values of `save_contents` that export weights. For LoRA: the adapter, or the merged model."""
 _RATIO = within("[0, 1]")
 
 
 @dataclass(frozen=True)
 class FsdpConfig:
-    """Sharding and computation of parameters."""
+    """Sharding and precision of parameters."""
 
     param_dtype: str = key(
         AUTO,
-        "dtype of the computation and of frozen parameters: bfloat16 | float32 | auto (bfloat16 if "
-        "the hardware supports it)",
+        "dtype of computation and of frozen parameters: bfloat16 | float32 | auto (bfloat16 if the "
+        "hardware supports it)",
         one_of(AUTO, *DTYPES[:2]),
     )
     cpu_offload: bool = key(False, "keep parameters and optimizer state in host memory")
     reshard_after_forward: bool | str = key(
         AUTO,
-        "true: free gathered parameters after each layer's forward (ZeRO-3); false: keep them for "
-        "the backward pass (ZeRO-2); auto = true if several ranks share layers of more than 1 GiB "
-        "in the compute dtype",
+        "true: free gathered parameters after each layer's forward pass (ZeRO-3); false: keep them "
+        "for the backward pass (ZeRO-2); auto = true if several ranks share layers of more than 1 "
+        "GiB in the compute dtype",
         one_of("true", "false", AUTO),
     )
     fsdp_size: int = key(
         -1,
-        "ranks that share one copy of the parameters; smaller = HSDP; -1 = all",
+        "number of ranks that shard one copy of the parameters; -1 = all; fewer = HSDP",
         count_or_all,
     )
 
@@ -76,14 +76,16 @@ class ModelConfig:
 
     partial_pretrain: str = key(
         QUICKSTART,
-        "local directory or Hub id (downloaded once) of a causal LM; quickstart = embedded tiny "
+        "local directory or Hub id (downloaded once) of a causal LM; quickstart = the embedded tiny "
         "model",
     )
-    random_weights: bool = key(False, "take only the architecture and start from random weights")
+    random_weights: bool = key(
+        False, "use only the architecture of partial_pretrain, with random weights"
+    )
     new_tokens: list[str] = key(
         [],
-        'special tokens to add, e.g. those of a chat template: ["<|im_start|>","<|im_end|>"]; '
-        "their embeddings start as the mean of all others with a little noise",
+        'special tokens to add, e.g. for a chat template: ["<|im_start|>","<|im_end|>"]; their '
+        "embeddings start as the mean of all others plus a little noise",
         lambda tokens: "" if all(tokens) else "must not be empty",
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
@@ -94,22 +96,22 @@ class ModelConfig:
     )
     enable_gradient_checkpointing: bool | str = key(
         False,
-        "recompute activations in the backward pass: less memory, slower; selective = all but "
-        "matrix products and attention: in between; offload = like true, with the inputs of layers "
-        "kept in host memory (docs/memory.md)",
+        "recompute activations in the backward pass, which saves memory but is slower; selective = "
+        "keep matrix products and attention, a compromise; offload = like true, but the inputs of "
+        "layers are kept in host memory (docs/memory.md)",
         one_of("true", "false", SELECTIVE, OFFLOAD),
     )
-    compile: bool = key(False, "torch.compile each decoder layer")
+    compile: bool = key(False, "apply torch.compile to each decoder layer")
     loss: str = key(
         "cross_entropy",
         "trained loss: cross_entropy | dft (each token's loss weighted by its probability, for "
-        "pretrained weights); train/loss, the guard and validation always use cross_entropy, "
-        "train/objective shows the trained loss",
+        "pretrained weights); train/loss, the guard and validation always use cross_entropy; "
+        "train/objective is the trained loss",
     )
     attention: str = key(
         AUTO,
-        "auto | packed (several documents in a forward pass) | per_document (one in a forward pass; "
-        "any architecture)",
+        "auto | packed (several documents per forward pass) | per_document (one document per forward "
+        "pass; for any architecture)",
         one_of(AUTO, "packed", "per_document"),
     )
     lora_rank: int = key(
@@ -122,52 +124,52 @@ class ModelConfig:
     )
     lora_dropout: float = key(
         0.0,
-        "LoRA: fraction of an adapter's inputs that training sets to zero, drawn by step and rank",
+        "LoRA: fraction of an adapter's inputs that training sets to zero, at random by step and rank",
         within("[0, 1)"),
     )
     use_rslora: bool = key(False, "LoRA: scale by lora_alpha / sqrt(lora_rank)")
     target_modules: str | list[str] = key(
         "all-linear",
-        "LoRA: layers that get an adapter: all-linear (all but the head, experts and routers), name "
+        "LoRA: layers with an adapter: all-linear (all except the head, experts and routers), name "
         "endings such as [q_proj,experts.down_proj], or a regular expression for whole names",
         not_empty,
     )
     load_in_4bit: bool = key(
         False,
-        "LoRA: hold the frozen weights of linear layers in NF4, 4.5 bits each (QLoRA)",
+        "LoRA: store the frozen weights of linear layers as NF4, 4.5 bits each (QLoRA)",
     )
     modules_to_save: list[str] = key(
         [],
-        "LoRA: modules that are trained in full beside the adapters, by the last part of their names: "
-        "the input embeddings and the output head, e.g. [embed_tokens,lm_head]",
+        "LoRA: modules trained in full along with the adapters, by the last part of their names; only "
+        "input embeddings and output head, e.g. [embed_tokens,lm_head]",
     )
     lora_adapter_path: str | None = key(
         None,
-        "LoRA: directory of an adapter in PEFT's layout to start from; it decides rank, scaling, layers "
-        "and modules_to_save",
+        "LoRA: directory of an adapter to start from, in PEFT's layout; it determines rank, scaling, "
+        "layers and modules_to_save",
     )
     freeze: list[str] = key(
         [],
-        "parameters that are not trained: regular expressions found in their names, e.g. "
+        "parameters that are not trained, by regular expressions found in their names, e.g. "
         "['embed_tokens', 'layers\\.[0-3]\\.']",
     )
     ulysses_sequence_parallel_size: int = key(
         1,
-        "number of ranks that split the tokens of a micro-batch, for long documents: each takes up "
-        "to data.max_token_len_per_gpu tokens; must divide the ranks and the attention heads",
+        "number of ranks that split the tokens of a micro-batch, for long documents; each holds up "
+        "to data.max_token_len_per_gpu tokens; must divide the number of ranks and of attention heads",
         at_least(1),
     )
     expert_parallel_size: int = key(
         1,
-        "mixtures of experts: number of ranks that split the experts; tokens travel to their "
-        "experts instead of experts to the tokens; must divide the ranks that shard the model",
+        "mixtures of experts: number of ranks that split the experts, to which tokens are sent "
+        "instead of gathering the experts; must divide the number of ranks that shard the model",
         at_least(1),
     )
     fsdp_config: FsdpConfig = group(FsdpConfig)
 
     @property
     def has_adapters(self) -> bool:
-        """Return True for LoRA, with new adapters or with those of a directory."""
+        """Return True for LoRA, with new adapters or with adapters from a directory."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
@@ -177,14 +179,14 @@ class OptimGroup:
 
     match: str = key(
         MISSING,
-        "regular expression found in the names of the group's trained parameters; the first entry "
-        "that matches a name counts",
+        "regular expression found in the names of the group's trained parameters; a parameter "
+        "belongs to the first entry that matches",
         not_empty,
     )
     lr_scale: float = key(1.0, "factor for the learning rate", positive)
     weight_decay: float | None = key(
         None,
-        "replaces optim.weight_decay, also for norms and biases; null = no change",
+        "replaces optim.weight_decay, even for norms and biases; null = no change",
         not_negative,
     )
 
@@ -217,33 +219,37 @@ class OptimConfig:
         "dtype of the moments: float32 | bfloat16 (stochastic rounding)",
         one_of(*DTYPES[:2]),
     )
-    weight_decay: float = key(0.01, "not applied to norms and biases", not_negative)
+    weight_decay: float = key(0.01, "weight decay; not applied to norms and biases", not_negative)
     groups: list[OptimGroup] = key(
         [],
-        "other settings for parameters by name, e.g. [{match: embed_tokens, lr_scale: 0.1, "
-        "weight_decay: 0}]: a regular expression, a factor for the learning rate (default 1), a "
-        "weight decay (default: no change)",
+        "different settings for some parameters, e.g. [{match: embed_tokens, lr_scale: 0.1, "
+        "weight_decay: 0}]: a regular expression for names, a factor for the learning rate (default "
+        "1), a weight decay (default: no change)",
     )
-    clip_grad: float = key(1.0, "largest global gradient norm", positive)
+    clip_grad: float = key(1.0, "maximum global gradient norm", positive)
     lr_scheduler: str = key(
         "cosine",
         "cosine | linear | constant | wsd (stable, then linear decay over the last tenth)",
     )
-    lr_warmup_steps_ratio: float = key(0.1, "share of all steps that warm up linearly", _RATIO)
-    min_lr_ratio: float = key(0.0, "final learning rate as a share of the peak", _RATIO)
+    lr_warmup_steps_ratio: float = key(0.1, "fraction of all steps with linear warmup", _RATIO)
+    min_lr_ratio: float = key(0.0, "final learning rate as a fraction of the peak", _RATIO)
 
 
 @dataclass(frozen=True)
 class GuardRule:
     """An entry of the list of guard rules."""
 
-    metric: str = key(MISSING, "a logged metric whose value is equal on all ranks (docs/guard.md)")
+    metric: str = key(MISSING, "a logged metric that is equal on all ranks (docs/guard.md)")
     above: float | None = key(None, "the metric must stay below this number")
-    below: float | None = key(None, "the metric must stay above this number; set one of the two")
-    num_steps: int = key(1, "consecutive steps beyond the limit", at_least(1), name="for")
+    below: float | None = key(
+        None, "the metric must stay above this number; set either above or below"
+    )
+    num_steps: int = key(
+        1, "consecutive steps beyond the limit before the rule acts", at_least(1), name="for"
+    )
     action: str = key(
         "warn",
-        "warn | skip (the step's update; only for train/loss and train/grad_norm above a number) | "
+        "warn | skip (the step's update; only for train/loss and train/grad_norm with above) | "
         "rollback | stop",
         one_of("warn", "skip", "rollback", "stop"),
         name="do",
@@ -251,13 +257,13 @@ class GuardRule:
 
     @property
     def text(self) -> str:
-        """Return the rule in words, for messages."""
+        """Return the rule as text for messages."""
         limit = f"below {self.below:.12g}" if self.above is None else f"above {self.above:.12g}"
         lasting = f" for {self.num_steps} steps" if self.num_steps > 1 else ""
         return f"{self.metric} {limit}{lasting}: {self.action}"
 
     def holds(self, value: float) -> bool:
-        """Return True for a finite or infinite value beyond the limit; NaN is never beyond it."""
+        """Return True for a value beyond the limit, even an infinite one, but not for NaN."""
         if self.above is None:
             return self.below is not None and value < self.below
         return value > self.above
@@ -265,37 +271,37 @@ class GuardRule:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Watches loss and gradient norm against their own recent past."""
+    """Compares loss and gradient norm with their recent values."""
 
     on_severe: str = key(
         "warn",
-        "reaction to an abnormal step: warn (and keep its samples) | skip its update | rollback | "
-        "stop",
+        "reaction to an abnormal step: warn | skip its update | rollback | stop",
         one_of("warn", "skip", "rollback", "stop"),
     )
     on_diverging: str = key(
         "warn",
-        "reaction to a rising loss: warn | rollback (to an earlier checkpoint, skipping the batches) "
-        "| stop; 5 steps in a row without a finite loss and gradient stop the run in any case (exit "
-        "76)",
+        "reaction to a rising loss: warn | rollback (to an earlier checkpoint, skipping the "
+        "suspicious batches) | stop; in any case, 5 steps in a row without a finite loss and "
+        "gradient stop the run (exit 76)",
         one_of("warn", "rollback", "stop"),
     )
     rules: list[GuardRule] = key(
         [],
         "limits on metrics, e.g. [{metric: train/grad_norm, above: 50, for: 3, do: rollback}]: "
-        "above or below a number, for that many consecutive steps (default 1), do warn | skip | "
+        "above or below a number, for this many consecutive steps (default 1), do warn | skip | "
         "rollback | stop (default warn)",
     )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Contents of checkpoints, and how they are written."""
+    """Contents of checkpoints, and how to write them."""
 
     save_contents: list[str] = key(
         [*ALWAYS_SAVED, "hf_model"],
-        "model, optimizer and extra always; hf_model = weights in huggingface/ (LoRA: the adapter in "
-        "PEFT's layout); merged_model = like hf_model (LoRA: the whole model with merged adapters)",
+        "model, optimizer and extra are required; hf_model = weights in huggingface/ (LoRA: the "
+        "adapter in PEFT's layout); merged_model = like hf_model (LoRA: the whole model with merged "
+        "adapters)",
         one_of(*ALWAYS_SAVED, *EXPORTS),
     )
     export_dtype: str = key(
@@ -305,17 +311,17 @@ class CheckpointConfig:
     )
     require_lock: bool = key(
         True,
-        "refuse a run directory on a file system without locks (flock); false = accept it, and "
-        "never start a second run there",
+        "refuse a run directory on a file system without locks (flock); if false, never start a "
+        "second run in it",
     )
     async_save: bool = key(
         True,
-        "write in the background from a copy in host memory; false = training waits for the disk",
+        "write in the background from a copy in host memory; if false, training waits for the disk",
     )
     mirror: str | None = key(
         None,
-        "where checkpoints are copied in the background: s3://…, gs://…, hf://buckets/org/name/path, "
-        "file:///…; an empty run directory takes the newest one back. One URL per run: "
+        "where to copy checkpoints in the background: s3://…, gs://…, hf://buckets/org/name/path, "
+        "file:///…; the newest copy is restored into an empty run directory. Use one URL per run: "
         "…/${trainer.project_name}/${trainer.experiment_name}",
         not_empty,
     )
@@ -327,20 +333,20 @@ class CheckpointConfig:
 
     @property
     def export_lora(self) -> str:
-        """Return `adapter` or `merged`: the contents of a LoRA export."""
+        """Return the contents of a LoRA export: `adapter` or `merged`."""
         return "merged" if "merged_model" in self.save_contents else "adapter"
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The run: its name, length, checkpoints and supervision."""
+    """The run: name, length, checkpoints and monitoring."""
 
     project_name: str = key(
-        "sft", "groups runs, here and in the trackers", not_empty, inside_checkpoints
+        "sft", "groups runs, in directories and trackers", not_empty, inside_checkpoints
     )
     experiment_name: str = key(
         QUICKSTART,
-        "one name per run; the same name continues that run",
+        "name of the run; a command with the name of an existing run continues it",
         not_empty,
         inside_checkpoints,
     )
@@ -351,49 +357,53 @@ class TrainerConfig:
     )
     logger: list[str] = key(
         ["console"],
-        "any of console, wandb, tensorboard, mlflow, trackio; metrics.jsonl and CSV are always "
+        "any of console, wandb, tensorboard, mlflow, trackio; metrics.jsonl and CSV files are always "
         "written",
     )
     total_epochs: int = key(2, "passes over the training samples", at_least(1))
-    total_training_steps: int | None = key(None, "overrides total_epochs", at_least(1))
+    total_training_steps: int | None = key(
+        None, "number of optimizer steps; overrides total_epochs", at_least(1)
+    )
     save_freq: int = key(
-        100, "checkpoint every N steps and at the end; -1 = only at the end", count_or_all
+        100, "save a checkpoint every N steps and at the end; -1 = only at the end", count_or_all
     )
     save_every: str | None = key(
-        None, "checkpoint also when this time has passed since the last one: 30m, 2h", duration
+        None, "also save if this time has passed since the last checkpoint: 30m, 2h", duration
     )
     test_freq: int = key(
         50, "validate every N steps and at the end; -1 = only at the end", count_or_all
     )
-    max_ckpt_to_keep: int | None = key(5, "newest checkpoints kept; null = all", at_least(1))
+    max_ckpt_to_keep: int | None = key(
+        5, "number of newest checkpoints to keep; null = all", at_least(1)
+    )
     resume_mode: str = key(
         "auto",
         "auto (newest good checkpoint of this run) | disable | resume_path",
         one_of("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = key(
-        None, ".../global_step_N to continue from, with resume_mode=resume_path"
+        None, "checkpoint (.../global_step_N) to continue from, with resume_mode=resume_path"
     )
     resume_allow: list[str] = key(
         [],
-        "changes that a resume accepts: data, data.order, train_batch_size, seed, tokenizer, "
+        "changes to accept on resume: data, data.order, train_batch_size, seed, tokenizer, "
         "model_config, other_parts",
         one_of(*RESUME_ALLOW),
     )
     max_time: str | None = key(
-        None, "save and stop (exit 75) after this long: 3h30m, 90m, 45s", duration
+        None, "save and stop (exit 75) after this time: 3h30m, 90m, 45s", duration
     )
-    seed: int = key(1, "data order, initial weights, dropout")
+    seed: int = key(1, "seed for data order, initial weights and dropout")
     device: str = key(AUTO, "auto | cuda | cpu", one_of(AUTO, "cuda", "cpu"))
     deterministic: bool = key(
         False,
-        "make equal runs bit-equal on a GPU too: only kernels that add in a fixed order, which are "
-        "slower",
+        "make a rerun bit-identical on GPUs too, with slower kernels that add in a fixed order",
     )
     hang_timeout_s: int = key(
         600,
-        "a rank without progress (micro-batch, file or step) for this long hangs: write all stacks "
-        "and end the run (exit 75); a start and a collective may take three times as long",
+        "seconds without progress (micro-batch, file or step) after which a rank counts as hung: all "
+        "stacks are written and the run ends (exit 75); startup and collectives may take three times "
+        "as long",
         within(f"[1, {YEAR_S}]"),
     )
     early_stop_patience: int | None = key(
@@ -403,28 +413,27 @@ class TrainerConfig:
     )
     log_every: int | None = key(
         None,
-        "steps between two lines on the console (null: about 50 lines an epoch); metrics.jsonl and "
-        "trackers get every step",
+        "steps between console lines; null = about 50 lines per epoch; metrics.jsonl and trackers "
+        "get every step",
         at_least(1),
     )
-    trace: bool = key(False, "spans of every phase and rank in trace/, for Perfetto")
+    trace: bool = key(False, "record the phases of all ranks in trace/, for Perfetto")
     guard: GuardConfig = group(GuardConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
 
     @property
     def dist_timeout_s(self) -> int:
         """Return the time limit in seconds for a collective, and for a rank without progress before
-        step 1.
-
-        It is longer than `hang_timeout_s`, so that a hang is found before a collective gives up.
+        step 1. It is longer than `hang_timeout_s`, so that a hang is noticed before a collective
+        fails.
         """
         return max(MIN_DIST_TIMEOUT_S, 3 * self.hang_timeout_s)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Every key. `resolved` holds the same values in plain containers: it is printed, stored with
-    the run, and sent to trackers.
+    """All keys. `resolved` holds their values in plain containers, to print them, store them with
+    the run, and send them to trackers.
     """
 
     data: DataConfig = group(DataConfig)

@@ -1,7 +1,6 @@
 """Finds the data files for a path, a glob, a Hub address, or a list of these.
 
-This module imports neither torch nor pyarrow, so that a wrong path fails before anything slow
-starts.
+This module imports neither torch nor pyarrow, so that a wrong path fails before slow imports.
 """
 
 import fnmatch
@@ -28,14 +27,17 @@ NUM_NAMED = 20
 
 
 def resolve_files(spec: str | list[str]) -> list[Path]:
-    """Return the files of each path, glob or Hub address in turn; the matches of a glob are sorted.
+    """Return the files of each path, glob or Hub address, in this order. Matches of a glob are
+    sorted.
 
-    Raises `DataError` for a missing file, anything but a regular file, or an unsupported suffix.
+    Raises `DataError` for a file that is missing, not regular, or has an unsupported suffix.
     """
     entries = [spec] if isinstance(spec, str) else spec
     files = [path for entry in entries for path in _resolve_one(entry)]
     if not any(path.stat().st_size for path in files):
-        raise DataError(f"no row to train on: '{files[0]}' is empty")
+        raise DataError(
+            f"no row to train on: '{files[0]}' is empty.\nFix: name a file with at least one row"
+        )
     return files
 
 
@@ -47,9 +49,9 @@ def _resolve_one(entry: str) -> list[Path]:
     if not paths and glob.has_magic(entry):
         paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     if not paths:
-        fix = "give an existing path or glob"
+        fix = "name an existing path or glob"
         if HUB_ID.fullmatch(entry) and not entry.endswith(SUFFIXES):
-            fix += f"; a dataset of the Hub is written hf://{entry}:train"
+            fix += f", or hf://{entry}:train for a dataset of the Hub"
         raise DataError(f"no file matches '{entry}' (current directory: {Path.cwd()}).\nFix: {fix}")
     for found in paths:
         _check_file(found)
@@ -62,9 +64,11 @@ def _check_file(path: Path) -> None:
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error
     if not stat.S_ISREG(mode):  # a pipe could be read only once
-        raise DataError(f"'{path}' is not a regular file.\nFix: name files, such as 'DIR/*.jsonl'")
+        raise DataError(
+            f"'{path}' is not a regular file.\nFix: name a file or glob ('DIR/*.jsonl')"
+        )
     if not path.name.endswith(SUFFIXES):
-        fix = CSV_FIX.format(path=path) if path.suffix == ".csv" else "convert, rename or unpack it"
+        fix = CSV_FIX.format(path=path) if path.suffix == ".csv" else "convert, unpack or rename it"
         raise DataError(
             f"'{path}' has the unsupported format '{path.suffix}'; the supported formats are "
             f"{', '.join(SUFFIXES)}.\nFix: {fix}"
@@ -75,15 +79,14 @@ def _check_file(path: Path) -> None:
 
 
 def dataset_files(address: str) -> list[Path]:
-    """Return the files of a dataset split, in order. They are downloaded unless the Hub's cache has
-    all of them.
+    """Return the files of a dataset split, in order. Missing files are downloaded.
 
-    A branch, or no revision, means the commit in the cache, so that every start uses the same
-    commit. Raises `DataError`.
+    A branch, or no revision, means the commit in the Hub's cache if there is one, so that every
+    start uses the same commit. Raises `DataError`.
     """
     if (found := ADDRESS.fullmatch(address)) is None:
         raise DataError(
-            f"'{address}' is not an address of a dataset.\n"
+            f"'{address}' is not an address of a Hub dataset.\n"
             f"Fix: write hf://org/name:split or hf://org/name@revision:split"
         )
     name, revision, split = found.groups()
@@ -93,19 +96,21 @@ def dataset_files(address: str) -> list[Path]:
         root, files = _cached(name, revision, split)
         if not files:
             raise DataError(
-                f"'{address}': there is no such split.\nFix: name data files instead, such as "
-                f"{', '.join(others[:NUM_NAMED]) or 'none'}; or try the Hub's parquet "
-                f"conversion: hf://{name}@refs/convert/parquet:default/train"
+                f"'{address}': the dataset has no such split.\n"
+                f"Fix: name a file instead of the split (the dataset has "
+                f"{', '.join(others[:NUM_NAMED]) or 'none'}), or try the Hub's parquet conversion: "
+                f"hf://{name}@refs/convert/parquet:default/train"
             )
     if len(folders := {file.parent for file in files}) > 1:
         subsets = (folder if folder.name == split else folder / split for folder in folders)
         named = ", ".join(sorted(subset.as_posix() for subset in subsets))
         raise DataError(
-            f"'{address}': several subsets have this split.\nFix: name one of them: {named}"
+            f"'{address}': several subsets have this split.\n"
+            f"Fix: replace the split by one of {named}"
         )
     if revision != root.name:
         pinned = f"hf://{name}@{root.name}:{split}"
-        logger.info("%s is revision %s; to pin it, write %s", address, root.name, pinned)
+        logger.info("%s: using revision %s; to pin it, write %s", address, root.name, pinned)
     return [root / file for file in files]
 
 
@@ -116,9 +121,7 @@ def _is_complete(files: list[Path]) -> bool:
 
 
 def _patterns(split: str) -> list[str]:
-    """Return glob patterns for the files of a split. `split` may also be a file name or a pattern
-    of file names.
-    """
+    """Return glob patterns for the files of a split, which may also be a file name or a pattern."""
     if split.endswith(SUFFIXES):
         return [split]
     own = (f"{split}.parquet", f"{split}-[0-9]*.parquet", f"{split}/*.parquet")
@@ -126,15 +129,15 @@ def _patterns(split: str) -> list[str]:
 
 
 def _cached(name: str, revision: str | None, split: str) -> tuple[Path, list[Path]]:
-    """Return the cached directory of a commit, and the split's files in it as relative paths. The
-    list is empty if the cache does not have the commit.
+    """Return the cached directory of a commit, and the relative paths of the split's files in it.
+    There are none if the commit is not in the cache.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     patterns = _patterns(split)
     try:
-        # with patterns, the client does not insist on files that nobody asked for
+        # without patterns, the client would also require the dataset's other files
         directory = snapshot_download(
             name,
             repo_type="dataset",
@@ -152,11 +155,11 @@ def _cached(name: str, revision: str | None, split: str) -> tuple[Path, list[Pat
 
 
 def _download(address: str, name: str, revision: str | None, split: str) -> list[str]:
-    """Download a split, and return the names of all data files of the dataset."""
+    """Download a split. Return the names of all data files of the dataset. Raises `DataError`."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
     try:
-        # one short question: without a network the download would try for half a minute
+        # fails fast without a network, which the download would notice only after half a minute
         info = HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT_S)
         patterns = _patterns(split)
         snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns)
@@ -164,10 +167,10 @@ def _download(address: str, name: str, revision: str | None, split: str) -> list
         commit = f" --revision {revision}" if revision else ""
         command = f"hf download --repo-type dataset {name} --include '*{split}*'{commit}"
         raise DataError(
-            f"'{address}' is not complete in the Hub's cache ({constants.HF_HUB_CACHE}) and could "
+            f"'{address}' is not complete in the Hub's cache ({constants.HF_HUB_CACHE}), and could "
             f"not be downloaded: {' '.join(str(error).split())}\n"
             f"Fix: if {constants.ENDPOINT}/datasets/{name} exists, accept its conditions there and "
-            f"log in with `hf auth login`; without a network, run `{command}` elsewhere and copy "
-            f"that cache here"
+            f"log in with `hf auth login`; without a network, run `{command}` on another machine "
+            f"and copy its cache here"
         ) from error
     return [file.rfilename for file in info.siblings or () if file.rfilename.endswith(SUFFIXES)]

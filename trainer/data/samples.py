@@ -1,6 +1,4 @@
-"""Prepared samples: the token cache as every process maps it, and the samples of a run from one or
-several sources.
-"""
+"""Prepared samples: the memory-mapped token cache, and the samples of a run from all its sources."""
 
 import hashlib
 import json
@@ -19,14 +17,14 @@ from trainer.errors import DataError, ResumableError
 
 SUMMARY = "summary.json"
 CHECKSUMS = "SHA256SUMS"
-"""The file with counts of the rows, and the list of all other files in `sha256sum`'s format."""
+"""The file with counts of the rows, and the checksums of all files in `sha256sum`'s format."""
 
 
 class MappedFile:
-    """One file of a prepared directory, open and mapped as long as this object lives.
+    """One file of a prepared directory, mapped into memory as long as this object exists.
 
-    Renaming, replacing or deleting the file does no harm. Writing into the file changes the mapped
-    data. Truncating the file kills a process that reads beyond its new end.
+    Renaming, replacing or deleting the file does no harm. Writing to the file changes the mapped
+    data, and truncating it kills a process that reads past its new end.
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
@@ -40,7 +38,7 @@ class MappedFile:
     def require_unchanged(self) -> None:
         """Raise `ResumableError` if the content changed. The check takes about a microsecond.
 
-        If the size is unchanged but the time is not, as after `touch`, the file is hashed.
+        If only the modification time changed, as after `touch`, the file is hashed.
         """
         now = self._size_and_time()
         if now == self._state:
@@ -48,9 +46,9 @@ class MappedFile:
         is_same_size = now[0] == self._state[0]
         if not is_same_size or hashlib.sha256(self.array.data).hexdigest() != self._sha256:
             raise ResumableError(
-                f"prepared tokens changed while the run trained on them: {self._path}.\nFix: stop "
-                f"what writes to data.cache_dir, then run the same command: it prepares the "
-                f"tokens again and continues from the last checkpoint"
+                f"prepared tokens changed while the run trained on them: {self._path}.\n"
+                f"Fix: stop the program that writes to data.cache_dir, then rerun the same command, "
+                f"which prepares the tokens again and continues from the last checkpoint"
             )
         self._state = now
 
@@ -67,12 +65,12 @@ class TokenDataset:
     files: tuple[Path, ...]
     summary: Summary
     tokens: np.ndarray
-    """The tokens of all samples, end to end, as `TOKEN`."""
+    """The `TOKEN`s of all samples, end to end."""
     rows: np.ndarray
     """The `ROW` of each sample."""
     bounds: np.ndarray | None
-    """Index of the first sample of each kept row, int64, and at the end the number of samples. None
-    if each row is one sample.
+    """Index of the first sample of each kept row, followed by the number of samples; int64. None if
+    each row is one sample.
     """
     mapped: tuple[MappedFile, ...]
 
@@ -80,7 +78,7 @@ class TokenDataset:
         return len(self.rows)
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids (int32) and loss mask (bool) of one sample."""
+        """Return the token ids (int32) and the loss mask (bool) of a sample."""
         end = int(self.rows["end"][index])
         tokens = self.tokens[end - int(self.rows["num_tokens"][index]) : end]
         return tokens & ~SUPERVISED, tokens < 0
@@ -96,7 +94,7 @@ class TokenDataset:
 
 
 def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
-    """Map a prepared directory. `files` are the data files of its rows, for messages."""
+    """Map a prepared directory into memory. `files` are the data files of its rows."""
     mapped = MappedFile(directory / TOKENS, TOKEN), MappedFile(directory / ROWS, ROW)
     tokens, rows = (file.array for file in mapped)
     summary = Summary.from_json(json.loads((directory / SUMMARY).read_text(encoding="utf-8")))
@@ -108,7 +106,7 @@ def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
 
 
 def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
-    """Return the indices of the samples of `rows`. The samples of a row are adjacent."""
+    """Return the indices of the samples of `rows`. `bounds` is like `TokenDataset.bounds`."""
     if bounds is None:
         return rows
     counts = bounds[rows + 1] - bounds[rows]
@@ -118,9 +116,7 @@ def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SourceSamples:
-    """The samples of one source. `indices` (int64) are the numbers of its kept rows in a prepared
-    dataset.
-    """
+    """The samples of one source. `indices` selects kept rows of a prepared dataset; int64."""
 
     name: str
     dataset: TokenDataset
@@ -129,14 +125,14 @@ class SourceSamples:
 
     @property
     def share(self) -> Share:
-        """The number of rows, and how often an epoch trains them. Raises `DataError` if an epoch
-        would contain none of them.
+        """The number of rows, and how often an epoch trains them. Raises `DataError` if it trains
+        none of them.
         """
         share = Share(len(self.indices), self.repeat)
         if not share.num_samples and share.num_rows:
             raise DataError(
-                f"source '{self.name}': repeat {share.repeat:g} of {share.num_rows} rows is less "
-                f"than half a sample.\nFix: raise it, or leave the source out"
+                f"source '{self.name}': repeat={share.repeat:g} of its {share.num_rows} rows is "
+                f"less than half a sample.\nFix: raise it, or remove the source"
             )
         return share
 
@@ -153,9 +149,7 @@ class SourceSamples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest that is equal for equal samples in equal order, grouped into rows in the same
-        way.
-        """
+        """A digest of the samples, their order, and their grouping into rows."""
         digest = hashlib.sha256(self.dataset.summary.fingerprint.encode())
         digest.update(self.indices.astype(np.int64, copy=False).data)
         if self.dataset.bounds is not None:
@@ -163,16 +157,14 @@ class SourceSamples:
         return digest.hexdigest()[:16]
 
     def split(self, val_ratio: float, *, seed: int) -> tuple["SourceSamples", "SourceSamples"]:
-        """Split a whole dataset into (training samples, validation samples), each in row order."""
+        """Split a whole dataset into training and validation samples, each in row order."""
         held_out = held_out_rows(len(self.indices), val_ratio, seed=seed)
         train = replace(self, indices=np.delete(self.indices, held_out))
         return train, replace(self, indices=held_out, repeat=1.0)
 
 
 class Samples:
-    """The samples of all sources, numbered source by source. Their rows are numbered in the same
-    way.
-    """
+    """The samples of all sources. Sample ids count from source to source, and so do row ids."""
 
     def __init__(self, sources: Sequence[SourceSamples]) -> None:
         self.sources = tuple(sources)
@@ -189,8 +181,8 @@ class Samples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest that is equal for equal samples, repeated equally often, in equal order. The
-        names of the sources do not matter.
+        """A digest of the samples, their order, and how often they are repeated. It does not depend
+        on the names of the sources.
         """
         if len(self.sources) == 1 and self.sources[0].repeat == 1:
             return self.sources[0].fingerprint
@@ -206,7 +198,7 @@ class Samples:
         return total
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return the sample ids of rows (int64 row ids), in the order of the rows."""
+        """Return the sample ids of rows, in the order of the row ids `rows` (int64)."""
         return _samples_of(rows, self._row_bounds)
 
     @property
@@ -234,16 +226,16 @@ class Samples:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each sample, int64. It is read again at each access."""
+        """Number of tokens of each sample, int64. Every access reads them from the cache again."""
         return self.counts(np.arange(len(self)))[0]
 
     def sample(self, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids (int32) and the loss mask (bool) of one sample."""
+        """Return the token ids (int32) and the loss mask (bool) of a sample."""
         dataset, index = self._locate(sample_id)
         return dataset.sample(index)
 
     def location(self, sample_id: int) -> str:
-        """Return `file:line` of a sample."""
+        """Return the place of a sample in the data files, as `file:line`."""
         dataset, index = self._locate(sample_id)
         return dataset.location(index)
 
@@ -253,8 +245,8 @@ class Samples:
         return source.dataset, int(source.samples[sample_id - self._bounds[number]])
 
     def require_unchanged(self) -> None:
-        """Raise `ResumableError` if the prepared tokens changed since they were opened. The check
-        takes microseconds.
+        """Raise `ResumableError` if the prepared tokens have changed. The check takes
+        microseconds.
         """
         for source in self.sources:
             for file in source.dataset.mapped:

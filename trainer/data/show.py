@@ -1,6 +1,4 @@
-"""Shows the training data: as lines for the log, as text with marked supervised parts, and as
-counts.
-"""
+"""Shows the training data: as log lines, as text with marked supervised parts, and as counts."""
 
 import hashlib
 import itertools
@@ -19,24 +17,25 @@ from trainer.data.samples import Samples, TokenDataset
 from trainer.runtime.log import labelled
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that control a terminal or change the direction of reading. They are spelled out,
-because anyone may have written the data.
+"""Characters that control a terminal or change the reading direction. They are escaped, because the
+data may be malicious.
 """
 NUM_PLACES = 5
 MAX_PREVIEW = 1600
-"""Maximum number of characters of the sample shown at the start of a run. Together with the other
-lines they fill a screen.
+"""Maximum number of characters shown of the sample at the start of a run, which fill a screen
+together with the other lines.
 """
 TURNS = {
-    "num_apart": "conversations are trained turn by turn (data.turns)",
-    "num_unlike_prompt": "turns do not begin with their generation prompt",
-    "num_without_reasoning": "assistant turns are rendered without their reasoning",
+    "num_apart": "conversations divided into one sample per turn (data.turns)",
+    "num_unlike_prompt": "turns that do not begin with their generation prompt's header",
+    "num_without_reasoning": "assistant turns rendered without their reasoning",
 }
-"""{count in `Summary`: log text about turns that are not trained as they stand}."""
+"""{count in `Summary`: its name in the log}."""
 Tree = dict[str, Any]
 
 
 def visible(text: str) -> str:
+    """Return a text in which characters that are not safe to print are escaped."""
     return _INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -47,7 +46,7 @@ def preview(
     *,
     color: bool = False,
 ) -> str:
-    """Decode a sample. Its supervised parts are green with `color`, otherwise in [[…]]."""
+    """Decode a sample. Its supervised parts are green with `color`, in [[…]] without."""
     opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     changes = np.flatnonzero(np.diff(loss_mask.astype(np.int8))) + 1
     text = ""
@@ -61,8 +60,8 @@ def preview(
 def shown(
     samples: Samples, tokenizer: PreTrainedTokenizerBase, *, num_each: int, seed: int
 ) -> Iterator[str]:
-    """Yield the text of the first sample of each source, then of `num_each` samples of each kind:
-    longest, least supervised, random. Each sample comes once.
+    """Yield the place and the text of the first sample of each source, then of the `num_each`
+    longest, least supervised and random samples. No sample comes twice.
     """
     ids = np.arange(len(samples))
     numbers = samples.source_of(ids)
@@ -131,10 +130,8 @@ def _lengths(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> Tree:
 
 
 def _duplicates(samples: Samples, others: Samples) -> Tree:
-    """Count the samples whose token ids equal those of a sample in `others`, and list the first
-    places.
-
-    If `others` is `samples`, only earlier samples count. Ids are compared by digests of 8 bytes.
+    """Count the samples that have the same token ids as a sample in `others`, or as an earlier one
+    if `others` is `samples`, and list the first places. Digests of 8 bytes are compared.
     """
     first: dict[bytes, int] = {}
     for number in range(len(others)):
@@ -171,7 +168,7 @@ def announce(
     device: str,
 ) -> str:
     """Log the training data, the steps, the rows left out or cut, and the next sample as the model
-    reads it. Return this sample as plain text, with its supervised parts in [[…]].
+    reads it. Return the text of this sample, with its supervised parts in [[…]].
     """
     rows = schedule.rows(schedule.start.step + 1)
     counts = _counts(train)
@@ -190,7 +187,7 @@ def announce(
             _log(
                 "source",
                 f"{name}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {share:.1%} "
-                f"supervised; each row {repeat:.3g} times in an epoch",
+                f"supervised; each row {repeat:.3g} times per epoch",
             )
     sources = [*train.sources, *(validation.sources if validation else ())]
     for dataset in dict.fromkeys(source.dataset for source in sources):
@@ -198,16 +195,16 @@ def announce(
     _log("batch", f"{len(rows):,} rows; ranks: {plan.num_data_ranks} ({device})")
     if len(train) < schedule.batch_size:
         logger.warning(
-            f"data.train_batch_size={schedule.batch_size:,} exceeds the number of samples, so each "
-            f"step trains {len(rows):,}. Fix: set it to {len(rows):,} or less, or add data"
+            f"data.train_batch_size={schedule.batch_size} exceeds the number of samples: each step "
+            f"trains all {len(rows):,}. Fix: set it to {len(rows)} or less, or add data"
         )
-    _log("steps", f"{total_steps:,}, {schedule.steps_per_epoch:,} an epoch; {lr}")
+    _log("steps", f"{total_steps:,}, {schedule.steps_per_epoch:,} per epoch; {lr}")
     sample = int(train.of_rows(rows)[0])
     text = preview(*train.sample(sample), tokenizer)
     if len(text) > MAX_PREVIEW:
         half = MAX_PREVIEW // 2
         text = f"{text[:half]}\n… {len(text) - MAX_PREVIEW:,} more characters …\n{text[-half:]}"
-    _log("sample", f"{train.location(sample)}, supervised parts are in [[…]]:\n{text}")
+    _log("sample", f"{train.location(sample)}, supervised parts in [[…]]:\n{text}")
     return text
 
 

@@ -1,7 +1,7 @@
-"""Prepares tokens and loss masks once, under a content hash. Every process maps them into memory.
+"""Prepares tokens and loss masks once, and stores them under a hash of everything they depend on.
 
-`<cache_dir>/tokens/<hash>/` appears when a finished, synced directory is renamed. The leftovers of
-a killed preparation are never read. Memory use does not grow with the number of rows.
+A directory `<cache_dir>/tokens/<hash>/` is complete, because it is renamed only when it is finished
+and synced. The memory used does not grow with the number of rows.
 """
 
 import dataclasses
@@ -31,10 +31,11 @@ from trainer.runtime.log import ProgressLines
 logger = logging.getLogger(__name__)
 
 HASHED_BYTES = 1 << 24
-NUM_SHOWN = 10  # bad rows in an error message; the file lists all
+NUM_SHOWN = 10
+"""Maximum number of bad rows in an error message, and of files in a progress line."""
 MAX_BAD_FRACTION = 0.5
-"""If a larger fraction of the rows is bad, the run ends even with `data.on_bad_row=skip`: the
-columns or the template are wrong, not single rows.
+"""If more rows are bad, the run ends even with `data.on_bad_row=skip`, because the columns or the
+template are probably wrong, not single rows.
 """
 TOKEN_MODULES = (
     "chat",
@@ -46,9 +47,7 @@ TOKEN_MODULES = (
     "template",
     "tokens",
 )
-"""The modules that turn files into prepared samples: `prepare` and all modules of this package that
-it imports.
-"""
+"""The modules of this package that turn files into samples: `prepare` and those that it imports."""
 
 
 def prepare(
@@ -60,10 +59,10 @@ def prepare(
     cache_dir: Path,
     progress: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
-    """Return the samples of `files`. The first process that asks prepares them, unless the cache
-    has them undamaged.
+    """Return the samples of `files` from the cache. The first process prepares them if they are
+    missing or damaged.
 
-    `progress` is called during the work, and while another process does the work. Raises
+    `progress` is called again and again, also while a different process does the work. Raises
     `DataError` for rows or files that cannot be trained on, and `CannotWriteError`.
     """
     states = [_state_of(path, progress) for path in files]
@@ -81,7 +80,7 @@ def prepare(
 
             summary = write_samples(staging, encoder, files, options, advance)
         except DataError:
-            _require_unchanged(files, states, progress)  # a change may be the reason
+            _require_unchanged(files, states, progress)  # a change may be the cause
             raise
         _require_unchanged(files, states, progress)
         _require_usable(summary, files, options, staging)
@@ -94,7 +93,7 @@ def prepare(
         except OSError as error:
             raise CannotWriteError(
                 f"cannot write prepared tokens to '{directory}': {error}.\n"
-                f"Fix: free space, or point data.cache_dir to a writable directory"
+                f"Fix: free space, or set data.cache_dir to a writable directory"
             ) from error
     return open_dataset(directory, tuple(files))
 
@@ -103,19 +102,17 @@ def prepare(
 
 
 FileState = tuple[str, int, int, int]
-"""The sha256 of a data file, and its size, mtime and ctime at that moment. Nobody can set the ctime
-back.
+"""The sha256 of a data file, and its size, mtime and ctime before hashing. A program can set the
+mtime back, but not the ctime.
 """
 
 
 def _state_of(path: Path, progress: Callable[[], None]) -> FileState:
-    """Hash a file, and read its size and times. `progress` is called while the file is read. Raises
-    `DataError`.
-    """
+    """Hash a file, and read its size and times. Raises `DataError`."""
     try:
-        # on NFS, opening a file asks the server for its current state
+        # on NFS, only opening a file fetches its current state from the server
         with path.open("rb") as file:
-            # the times are read first, so that a write during hashing shows as a later change
+            # before hashing, so that a write during it is noticed as a change
             status = os.fstat(file.fileno())
         digest = _digest(path, progress)
     except OSError as error:
@@ -128,14 +125,14 @@ def _require_unchanged(
 ) -> None:
     """Raise `DataError` if a file was written to or replaced since it was hashed.
 
-    The times reveal a file that was changed and changed back. But they may be coarse, or come from
-    the cache of a network file system, so each file is also hashed again.
+    The times reveal a file that was changed and changed back. They may be coarse or cached by a
+    network file system, so each file is also hashed again.
     """
     for path, state in zip(files, states, strict=True):
         if _state_of(path, progress) != state:
             raise DataError(
-                f"'{path}' changed while its rows were prepared: some of them may be old and some "
-                f"new.\nFix: start again when nothing writes to this file, or train on a copy of it"
+                f"'{path}' changed while its rows were prepared, so some may be old and some new.\n"
+                f"Fix: rerun when nothing writes to this file, or train on a copy of it"
             )
 
 
@@ -159,9 +156,7 @@ def _content_hash(
 
 @cache
 def _code_digest() -> str:
-    """Return a sha256 over the source of `TOKEN_MODULES`: different code may give different
-    tokens.
-    """
+    """Return a sha256 of the source of `TOKEN_MODULES`, because changed code may change tokens."""
     digest = hashlib.sha256()
     for name in TOKEN_MODULES:
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
@@ -174,14 +169,14 @@ def _code_digest() -> str:
 def _make_whole(
     directory: Path, fill: Callable[[Path], None], progress: Callable[[], None]
 ) -> None:
-    """Let `fill` prepare a directory that is missing or damaged. If the file system has no locks,
-    several processes may do the work, and the first rename wins.
+    """Call `fill` to prepare a missing or damaged directory. On a file system without locks, several
+    processes may do the work, and the first rename wins.
     """
     with locked(directory.with_name(f"{directory.name}.lock"), on_wait=progress) as is_alone:
         if _is_whole(directory):
             return
         if directory.is_dir():
-            # an error, because other ranks than the main one may find it, and they log only errors
+            # logged as an error, because ranks other than the main one log only errors
             logger.error("prepared tokens in %s are damaged: preparing them again", directory)
         if is_alone:
             _remove_leftovers(directory)
@@ -189,10 +184,10 @@ def _make_whole(
         staging.mkdir()
         try:
             fill(staging)
-            # `sha256sum -c SHA256SUMS` checks the files too
+            # users can check the files with `sha256sum -c SHA256SUMS`
             (staging / CHECKSUMS).write_text(_checksum_lines(staging), encoding="utf-8")
             if not publish(staging, directory) and not _is_whole(directory):
-                # moved away instead of removed: it may still be mapped
+                # moved away first, so that the new directory can take its name
                 damaged = staging.with_name(f"{staging.name}-damaged")
                 directory.rename(damaged)
                 publish(staging, directory)
@@ -202,8 +197,8 @@ def _make_whole(
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove the leftovers of killed preparations: those of this data, whose lock is held, and
-    those of other data that no process prepares now.
+    """Remove the leftovers of killed preparations, of this directory (whose lock is held) and of
+    others that no process prepares now.
     """
     for leftover in directory.parent.glob("*.tmp-*"):
         lock = leftover.with_name(f"{leftover.name.partition('.tmp-')[0]}.lock")
@@ -213,7 +208,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Return True if the directory contains exactly the files that were written, unchanged."""
+    """Return True if the directory contains exactly the files of its checksums, unchanged."""
     try:
         listed = (directory / CHECKSUMS).read_text(encoding="utf-8")
         return listed == _checksum_lines(directory)
@@ -222,7 +217,7 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _checksum_lines(directory: Path) -> str:
-    """Return the content of `SHA256SUMS`: a line for every other file of the directory."""
+    """Return the content of `SHA256SUMS`: a line for each other file in the directory."""
     return "".join(
         f"{_digest(path)}  {path.name}\n"
         for path in sorted(directory.iterdir())
@@ -236,32 +231,32 @@ def _checksum_lines(directory: Path) -> str:
 def _require_usable(
     summary: Summary, files: list[Path], options: PrepareOptions, staging: Path
 ) -> None:
-    """Raise `DataError` with the first bad rows, unless enough rows can be trained on."""
+    """Raise `DataError` that shows the first bad rows, unless enough rows can be trained on."""
     is_strict = options.on_bad_row == "error"
     num_bad = summary.num_bad_rows
     num_rows = summary.num_rows
     if not num_rows:
         raise DataError(
             f"no row to train on in {', '.join(map(str, files))}.\n"
-            f"Fix: give files with at least one row"
+            f"Fix: name files with at least one row"
         )
     if summary.num_samples and num_bad <= (0 if is_strict else MAX_BAD_FRACTION * num_rows):
         return
     if num_bad == 0:
         raise DataError(
-            f"no row is left to train on: {num_rows} rows read, {summary.num_dropped} dropped by "
-            f"data.truncation because they are longer than data.max_length={options.max_length}.\n"
+            f"no row is left to train on: {summary.num_dropped} of {num_rows} rows were dropped "
+            f"(data.truncation) because they exceed data.max_length={options.max_length}.\n"
             f"Fix: raise data.max_length"
         )
     listed = staging.parents[1] / f"bad_rows_{staging.name[:8]}.jsonl"
     shutil.copyfile(staging / BAD_ROWS, listed)
     fixes = ["repair the rows"]
     if "over-long" in summary.bad_rows_by_kind:
-        fixes.append("for over-long rows raise data.max_length or set data.truncation")
+        fixes.append("raise data.max_length or set data.truncation for over-long rows")
     if not is_strict:
-        fixes.append(f"data.on_bad_row=skip accepts at most {MAX_BAD_FRACTION:.0%} of the rows")
+        fixes[0] += f" (data.on_bad_row=skip accepts bad rows up to {MAX_BAD_FRACTION:.0%})"
     elif summary.num_samples:
-        fixes.append("leave them out with data.on_bad_row=skip")
+        fixes.append("skip them with data.on_bad_row=skip")
     stopped = "; reading stopped there" if is_strict and num_bad == num_rows else ""
     kinds = ", ".join(f"{count} {kind}" for kind, count in summary.bad_rows_by_kind.most_common())
     with listed.open(encoding="utf-8") as file:
@@ -270,6 +265,6 @@ def _require_usable(
         f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can): {kinds}"
         f"{stopped}",
         *(f"  {location(Path(row['file']), row['line'])}: {row['reason']}" for row in first),
-        f"Fix: {'; '.join(fixes)}; all of them are listed in {listed}",
+        f"Fix: {', or '.join(fixes)}; all bad rows are listed in {listed}",
     ]
     raise DataError("\n".join(lines))
