@@ -1,4 +1,4 @@
-"""Decide when a save is due: by time, or because of the file SAVE in the run directory."""
+"""Decide when a save is due: by the clock, or by a file SAVE in the run directory."""
 
 import logging
 import math

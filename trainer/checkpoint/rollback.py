@@ -42,7 +42,7 @@ def read(run_dir: Path) -> Rollbacks:
 def candidates(
     run_dir: Path, *, onset: int, history: History, data: str | None
 ) -> list[CheckpointInfo]:
-    """Return committed checkpoints well before `onset` and outside earlier trouble, newest first.
+    """Return committed checkpoints well before `onset` that no earlier trouble affects, newest first.
 
     Only checkpoints with the fingerprint `data` count. If the data has changed, the position in a
     checkpoint refers to different samples.

@@ -27,8 +27,8 @@ class Part(MarkedText):
 
 
 class Renderings:
-    """Renders one conversation with one template: the whole conversation, and the messages before
-    and up to each turn.
+    """Renders one conversation with one template: in full, and for each turn the messages before it
+    and the messages through it.
     """
 
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:

@@ -45,7 +45,7 @@ ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The place of this machine among several. A single machine needs no address."""
+    """The position of this machine in a run on several. A single machine needs no address."""
 
     num_nodes: int = 1
     node_rank: int = 0

@@ -18,7 +18,7 @@ from trainer.model.attention import checkpoint_contexts
 
 
 class HostCopy:
-    """A tensor in host memory until the backward pass asks for it.
+    """A tensor that is kept in host memory until the backward pass needs it.
 
     On a GPU, the copies to the host and back run on a separate stream, concurrently with the
     computation. The newest tensor stays on its device until there is a newer one. By then it has

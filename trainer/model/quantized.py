@@ -165,7 +165,7 @@ class _Quantized:
         )
 
     def as_stored(self) -> StoredTensor:
-        """Return the weight as a tensor that looks like an unquantized one in a file."""
+        """Return the weight as if it were an unquantized tensor in a file."""
         shape = (*self.codes.shape[:-1], self.num_columns)
         if self.is_mxfp4:
             num_experts, num_rows = self.codes.shape[:2]

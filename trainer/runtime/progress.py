@@ -77,7 +77,7 @@ class Rollbacks:
 
     @property
     def lr_factor(self) -> float:
-        """Factor of the learning rate, halved each time the same place causes trouble again."""
+        """Factor of the learning rate, halved each time training fails again at the same steps."""
         num_repeats = sum(
             any(entry.overlaps(before) for before in self.entries[:index])
             for index, entry in enumerate(self.entries)

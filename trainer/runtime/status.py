@@ -46,7 +46,7 @@ class Beat:
 
 
 class Status:
-    """The files of one launcher, opened by the launcher or by a process below it.
+    """The status files of one launcher, opened by the launcher or one of its descendants.
 
     Every method raises `OSError` if the launcher is gone.
     """

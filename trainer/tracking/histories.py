@@ -75,7 +75,7 @@ class HistoryBackend(Backend):
 def epoch_histories(rows: Iterable[MetricsRow]) -> dict[str, list[Cells]]:
     """Return the lines of both histories.
 
-    A validation counts for the epoch of the last training step before it. Without `progress/epoch`,
+    A validation belongs to the epoch of the training step before it. Without `progress/epoch`,
     the whole run is the first epoch.
     """
     epoch = 1

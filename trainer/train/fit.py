@@ -98,7 +98,7 @@ def _stopped(run: Run, step: int) -> int:
 
 
 def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
-    """Save the state after the step of `row`. `is_required`: the run ends with this save."""
+    """Save the state after the step in `row`. `is_required`: True for the run's last save."""
     # the limit covers a save in the background and all attempts of the last save
     run.heartbeat.enter("save", limit_s=4 * SAVE_TIMEOUT_S + run.hang_timeout_s)
     run.checkpoints.save(

@@ -51,7 +51,7 @@ class Guard(Remembered, Part):
         max_first_loss: float = inf,
         tell: Callable[..., None] | None = None,
     ) -> None:
-        """`max_first_loss`: a pretrained model starts below this loss on data that it can read.
+        """`max_first_loss`: a pretrained model starts below this loss if its data has the right format.
 
         `tell`: records an event, given its kind, step, message and level.
         """

@@ -150,7 +150,7 @@ def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> 
         if not is_near:  # NaN is never near
             _, (count,) = trained.samples.counts(np.array([index]))
             return (
-                f"{trained.samples.location(index)}: {-served / count:.4f} a token served, "
+                f"{trained.samples.location(index)}: loss per token {-served / count:.4f} when served, "
                 f"{-expected / count:.4f} trained"
             )
     return None

@@ -1,4 +1,4 @@
-"""Scores each checkpoint of a run once by its answers, even while the run is still training."""
+"""Scores the answers of each checkpoint of a run once, even while the run is still training."""
 
 import hashlib
 import json

@@ -60,7 +60,7 @@ def prepare(trainer: TrainerConfig, storage: Storage) -> None:
 
 
 def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
-    """Warn about an unreachable storage, or raise if the run directory has no usable checkpoint.
+    """Warn that the storage is unreachable, or raise if the run directory has no usable checkpoint.
 
     Without a checkpoint, the run could repeat steps that the mirror already has. Raises
     `ConfigError` if the storage refused access, otherwise `ResumableError`.

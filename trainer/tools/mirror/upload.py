@@ -80,7 +80,7 @@ class Uploader:
         """Bring the mirror up to date.
 
         Raises `StorageError`, `OSError` for a fault in the run directory, or `ConfigError` if the
-        mirror belongs to a different run. The start could not notice that if the storage was
+        mirror belongs to a different run. The start cannot detect this if the storage was
         unreachable.
         """
         state = self._local_state()
@@ -174,7 +174,7 @@ class Uploader:
         self._storage.write(POINTER, f"{step}\n".encode())
 
     def _send(self, place: str, directory: Path, record: FileRecord) -> None:
-        """Send a file unless this upload has sent it. Raises `OSError` if it is damaged on disk."""
+        """Send a file unless this upload has already sent it. Raises `OSError` if it is damaged."""
         if record.path in self._sent:
             return
         path = directory / record.path
@@ -243,7 +243,8 @@ def _alone(run_dir: Path) -> Iterator[None]:
 def packed(run_dir: Path) -> Iterator[Path]:
     """Pack the run's logs into a temporary archive.
 
-    Rows of later steps do no harm, since the next attempt logs the step from which it continues.
+    Rows after the checkpoint do no harm: the next attempt logs the step from which it continues, so
+    readers leave them out.
     """
     path = run_dir / f"{STATE}.{RUN_FILES}"
     try:

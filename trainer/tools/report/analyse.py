@@ -83,8 +83,8 @@ def _normal(run: AnalysedRun) -> str:
     """Describe a healthy run by its falling loss, a controller by the trends of its results."""
     is_controller = run.profile == "controller"
     rising, falling = (("reward", "accuracy"), ("violation",)) if is_controller else ((), ("loss",))
-    good = [f"the {role} rises" for role in rising if is_rising(run.levels(role))]
-    good += [f"the {role} falls" for role in falling if is_falling(run.levels(role))]
+    good = [f"the {role} rose" for role in rising if is_rising(run.levels(role))]
+    good += [f"the {role} fell" for role in falling if is_falling(run.levels(role))]
     rest = "no check found a fault" if run.anomalies else "every metric stayed in its usual range"
     return f"Normal: {listed([*good, rest])}."
 

@@ -146,9 +146,7 @@ def _witness(key: str, group: str, series: Series) -> Witness:
 
 
 def _is_hard_batch(anomaly: Anomaly) -> bool:
-    """Return whether one hard batch explains an anomaly, in which only the loss moved, at a single
-    point.
-    """
+    """Return whether one hard batch explains an anomaly: only the loss moved, and only at one step."""
     is_single = anomaly.steps[0] == anomaly.steps[1] and anomaly.has_recovered
     is_alone = all(mover.metric in ROLES["loss"] for mover in anomaly.movers)
     return is_single and is_alone and not anomaly.ratio > HARD_BATCH

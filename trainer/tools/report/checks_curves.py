@@ -206,9 +206,8 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
 
 @finding("jitter_normal", "loss")
 def jitter(run: AnalysedRun, losses: Series) -> Findings:
-    """Explain noise from point to point while the run improves.
-
-    A run improves if its loss falls, a controller if its rewards rise.
+    """Explain noise from point to point in a run that improves: its loss falls or, in a controller
+    run, its rewards rise.
     """
     level = abs(slope(losses).level)
     improves = is_falling(losses)

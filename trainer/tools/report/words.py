@@ -23,7 +23,7 @@ def chain_of(anomaly: Anomaly) -> tuple[str, ...]:
 
 
 def story(anomalies: tuple[Anomaly, ...]) -> str:
-    """Describe the order in which metrics moved, if most of several anomalies share it."""
+    """Describe the order in which the metrics moved, if most anomalies of several have the same order."""
     chains = Counter(tuple(name for name in chain_of(one) if name in STORY) for one in anomalies)
     for chain, times in chains.most_common(1):
         if len(chain) > 1 and times > max(1, len(anomalies) / 2):

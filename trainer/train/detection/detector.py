@@ -1,7 +1,7 @@
-"""The detector, which judges every training step by the run's own recent past.
+"""The detector, which compares every training step with the run's recent history.
 
 It finds single steps that stand out, a loss that keeps rising, runs that learn nothing, and steps
-at which a user's rule holds. It never waits for a device or another rank, because the values that
+that trigger a user's rule. It never waits for a device or another rank, because the values that
 it sees are equal on all ranks. The guard decides what to do.
 """
 
@@ -22,7 +22,7 @@ GRAD_NORM = "train/grad_norm"
 VALID_TOKENS = "train/total_valid_token_count"
 
 MAX_FIRST_LOSS = 5.0
-"""Nats per token. A pretrained model starts below this loss on data that it can read."""
+"""Nats per token. A pretrained model starts below this loss if the data has the format that it expects."""
 MIN_LOSS_SPREAD = 0.05
 MIN_GRAD_SPREAD = 0.10
 """The smallest scales that a window may have, in nats of the signal's logarithm."""

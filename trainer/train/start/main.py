@@ -106,7 +106,7 @@ def _require_possible(config: Config, device: torch.device) -> None:
     if device.type == "cpu" and model.compile and is_selective:
         raise ConfigError(
             "'model.enable_gradient_checkpointing=selective' and 'model.compile=true' work together "
-            "only on a GPU, because a compiled layer does not contain attention on a CPU.\n"
+            "only on a GPU, because on a CPU attention is not part of the compiled layer.\n"
             "Fix: model.enable_gradient_checkpointing=true"
         )
     require_usable_rules(config.trainer.guard.rules)

@@ -63,7 +63,7 @@ def _logs_in(directory: Path) -> Iterator[Path]:
 
 
 def _version(path: Path) -> list[list[int]]:
-    """Return the numbers in the names of a file and its directory, as 10 in `checkpoint-10`."""
+    """Return the numbers in the names of a file and its directory, such as 10 in `checkpoint-10`."""
     return [[int(n) for n in re.findall(r"\d+", name)] for name in (path.name, path.parent.name)]
 
 
