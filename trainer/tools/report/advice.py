@@ -77,7 +77,7 @@ def advise(run: AnalysedRun, name: str) -> tuple[str, str]:
     text, why = ADVICE.get(name, (name, ""))
     watched = "where loss or gradient norm are far off, return to a checkpoint, or stop"
     if run.key("kl") or run.key("update_kl"):
-        watched = "if KL exceeds 10 or the clipped ratio 0.3, save a snapshot and return to a checkpoint, or stop"
+        watched = "at kl > 10 or a clipped ratio > 0.3, save a snapshot and return to a checkpoint, or stop"
     elif run.log.source == "fsdp-sft":
         watched = "with trainer.guard.on_severe=rollback such a step returns to a checkpoint"
     changes = {f"new_{purpose}": _change(run, purpose) for purpose in CHANGES}

@@ -72,7 +72,7 @@ def reward_drops(run: AnalysedRun, _: Series) -> Findings:
             f"{interval(one.steps)}, in phase: {moved_along(one)}" for one in drops[:MAX_EVIDENCE]
         ],
         cause="The answers of these batches broke the expected format or were cut off, so that "
-        "most rewards are 0, and the signal for the next update is unreliable.",
+        "most rewards are 0: an unstable signal for the next update.",
         remedy=("larger_batch", "watch"),
     )
 
