@@ -640,9 +640,11 @@ class Schedule:
         self.judge(chosen)
         for info in layout.committed(self.run_dir):
             self.judge_whole(info)
-        # A killed upload leaves links, and a power loss brings back an unsynced removal of a
-        # probe, both also after the end. The next start removes them.
-        allowed = [".reading_", *([".staging_probe."] if self.met["power lost"] else [])]
+        # A killed upload leaves links, and a power loss brings back unsynced removals of a probe and
+        # of a deleted checkpoint, also after the end. The next start removes them.
+        allowed = [".reading_"]
+        if self.met["power lost"]:
+            allowed += [".staging_probe.", layout.TRASH_PREFIX]
         left = [n for n in layout.leftovers(self.run_dir) if not n.startswith(tuple(allowed))]
         if left and not self.met["lock lost"]:
             raise Fault(f"complete, and leaves {left}")
