@@ -406,6 +406,7 @@ class Schedule:
         self.up_undone: set[str] = set()
         self.owner: Job | None = None
         self.is_refused = False
+        self.is_power_lost_at_end = False
         self.saved: dict[str, Contents] = {}
 
     def _drawn_events(self) -> list[tuple[int, str]]:
@@ -485,6 +486,7 @@ class Schedule:
 
     def _lose_power(self) -> None:
         assert self.disk is not None
+        self.is_power_lost_at_end = any(job.is_complete for job in self.jobs)
         for job in self.jobs:
             job.kill()
         [left] = self.disk.sample(1, self.chance)
@@ -643,7 +645,7 @@ class Schedule:
         # A killed upload leaves links, and a power loss brings back unsynced removals of a probe and
         # of a deleted checkpoint, also after the end. The next start removes them.
         allowed = [".reading_"]
-        if self.met["power lost"]:
+        if self.is_power_lost_at_end:
             allowed += [".staging_probe.", layout.TRASH_PREFIX]
         left = [n for n in layout.leftovers(self.run_dir) if not n.startswith(tuple(allowed))]
         if left and not self.met["lock lost"]:
