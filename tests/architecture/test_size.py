@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 175_700, "tests": 250_400}
+MAX_TOKENS = {"trainer": 176_400, "tests": 251_400}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import family_settings
 from ranks import run_ranks
 from toy import (
     ToySamples,
@@ -38,6 +39,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": 5, "query_pre_attn_scalar": 16},
         {"lora_rank": 4, "random_weights": False},
     ),
+    "linear attention, recomputed": (
+        "qwen3_5_text",
+        family_settings("qwen3_5_text"),
+        {"enable_gradient_checkpointing": True},
+    ),
+    "Mamba, experts": ("nemotron_h", family_settings("nemotron_h"), {}),
+    "short convolutions": ("lfm2", family_settings("lfm2"), {}),
 }
 """(Family, what differs in config.json, what differs in the configuration)."""
 KEPT = (
@@ -107,12 +115,9 @@ def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path):
             {"attention": "per_document"},
             "cannot be split over ranks: model.attention=per_document",
         ),
-        (
-            2,
-            "qwen3_next",
-            {},
-            "Qwen3NextGatedDeltaNet would have to see all tokens of a document",
-        ),
+        (2, "gptj", {}, "GPTJAttention would have to see all tokens of a document"),
+        (2, "mamba", {}, "MambaMixer would have to see all tokens of a document"),
+        (2, "llama4_text", {}, "Llama4TextAttention would have to see all tokens of a document"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_its_config_alone(

@@ -2,16 +2,23 @@
 whatever else is on.
 """
 
+import inspect
+import itertools
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import family_settings
+from family_trials import heard
 from ranks import each, run_ranks
 from test_parallelize import gathers_of_a_step, worst
-from toy import ToySamples, build_toy_model, write_model_config
+from toy import ToySamples, build, build_toy_model, write_model_config
 
 from trainer.data.loader import pack
+from trainer.model.state_mixers import kernel_kinds
 
 SAMPLES = ToySamples()
 DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if length > 1][:6]
@@ -62,3 +69,103 @@ def test_shards_are_gathered_once_per_micro_batch_not_per_document(hybrid):
     variants = {len(members): {"members": members} for members in (DOCUMENTS, DOCUMENTS[:1])}
     for of_rank in run_ranks(each, 2, gathers_of_a_step, hybrid, variants):
         assert len(set(of_rank.values())) == 1 and all(next(iter(of_rank.values())))
+
+
+def chunk_gated_delta_rule(
+    query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None
+):
+    """The kernel of flash-linear-attention by transformers' reference, document by document."""
+    rows = [query, key, value, g, beta]
+    bounds = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs = [
+        _reference("torch_chunk_gated_delta_rule")(
+            *(row[:, start:end] for row in rows), use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+        )[0]
+        for start, end in itertools.pairwise(bounds)
+    ]
+    return torch.cat(outputs, dim=1), None
+
+
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+    """The kernel of causal-conv1d; its documents are those of `seq_idx`, int32 [1, T]."""
+    lengths = [x.shape[2]] if seq_idx is None else seq_idx[0].bincount().tolist()
+    assert seq_idx is None or seq_idx.dtype == torch.int32
+    parts = [
+        _reference("causal_conv1d_fn")(part, weight, bias, activation)
+        for part in x.split(lengths, dim=2)
+    ]
+    return torch.cat(parts, dim=2)
+
+
+def refusing(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None):
+    if cu_seqlens is not None:
+        raise NotImplementedError("no document bounds on this card")
+    return chunk_gated_delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel)
+
+
+def _reference(name: str) -> Any:
+    modeling = sys.modules["transformers.models.qwen3_5.modeling_qwen3_5"]
+    return inspect.unwrap(getattr(modeling, name))
+
+
+def step_with_kernels(
+    world: Any, source: Any, settings: dict[str, Any], kernels: list[Any]
+) -> tuple[Any, list[str], list[str]]:
+    """((loss, gradients) of one packed batch, classes that use kernels, log) with these functions in
+    place of the packages' (convolution, delta rule). This process must not have built the model.
+    """
+    names = ["causal_conv1d", "fla", "fla.ops", "fla.ops.gated_delta_rule"] if kernels else []
+    modules: Any = {name: types.ModuleType(name) for name in names}
+    if kernels:
+        convolve, mix = kernels
+        vars(modules["causal_conv1d"]).update(
+            causal_conv1d_fn=convolve, causal_conv1d_update=convolve
+        )
+        vars(modules["fla.ops.gated_delta_rule"]).update(
+            chunk_gated_delta_rule=mix, fused_recurrent_gated_delta_rule=mix
+        )
+    sys.modules.update(modules)
+    with heard() as lines:
+        model = build(world, source, **settings)
+    model.train()
+    batch = pack(SAMPLES, DOCUMENTS).share(world.sequence_rank, world.sequence_size)
+    loss = model(batch).loss_sum
+    loss.backward()
+    gradients = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+    return (loss.item(), gradients), kernel_kinds(model), lines
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_kernels_with_document_bounds_equal_the_loop(hybrid, recomputes):
+    settings = {"enable_gradient_checkpointing": recomputes}
+    kernels = [causal_conv1d_fn, chunk_gated_delta_rule]
+    looped, no_kinds, _ = run_ranks(step_with_kernels, 2, hybrid, settings, [])[0]
+    packed, kinds, lines = run_ranks(step_with_kernels, 2, hybrid, settings, kernels)[0]
+    assert (no_kinds, kinds) == ([], ["Qwen3_5GatedDeltaNet"])
+    assert any("kernels that take document bounds: Qwen3_5GatedDeltaNet" in line for line in lines)
+    assert abs(packed[0] - looped[0]) / looped[0] < 1e-6
+    assert worst(packed, looped) < 1e-5
+
+
+def leaking_conv(x, weight, bias=None, seq_idx=None, activation=None):
+    return _reference("causal_conv1d_fn")(x, weight, bias, activation)
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [[leaking_conv, chunk_gated_delta_rule], [causal_conv1d_fn, refusing]],
+    ids=["leaks", "refuses"],
+)
+def test_kernels_that_fail_the_self_check_are_not_used(hybrid, kernels):
+    looped, _, _ = run_ranks(step_with_kernels, 1, hybrid, {}, [])[0]
+    found, kinds, lines = run_ranks(step_with_kernels, 1, hybrid, {}, kernels)[0]
+    assert any("kernels of Qwen3_5GatedDeltaNet fail the self-check" in line for line in lines)
+    assert kinds == []
+    assert found[0] == looped[0] and worst(found, looped) == 0
+
+
+def test_ranks_that_share_documents_do_not_use_kernels(hybrid):
+    settings = {"ulysses_sequence_parallel_size": 2}
+    kernels = [causal_conv1d_fn, chunk_gated_delta_rule]
+    found = run_ranks(step_with_kernels, 2, hybrid, settings, kernels, sequence_size=2)
+    assert all(kinds == [] for _, kinds, _ in found)

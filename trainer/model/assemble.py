@@ -61,7 +61,9 @@ def design_model(config: ModelConfig, source: ModelSource, *, max_length: int) -
             f"Fix: model.attention=auto"
         )
     require_adapters(config)
-    design = Design(config, source, reason, on_meta(config, source, is_packed=reason is None))
+    is_whole = config.ulysses_sequence_parallel_size == 1
+    model = on_meta(config, source, is_packed=reason is None, uses_kernels=is_whole)
+    design = Design(config, source, reason, model)
     if config.expert_parallel_size > 1 and not experts_of(design.model):
         raise ConfigError(
             f"model.expert_parallel_size={config.expert_parallel_size}: "
@@ -75,7 +77,9 @@ def design_model(config: ModelConfig, source: ModelSource, *, max_length: int) -
 def _require_splittable(design: Design, size: int) -> None:
     """Raise `ConfigError` if the tokens of a document cannot be split over ranks."""
     reason = design.reason
-    if reason is None and (looped := state_mixers.looped_kinds(design.model)):
+    attends_packed = bool(design.model.attends_packed)
+    looped = state_mixers.looped_kinds(design.model, only_attention=attends_packed)
+    if reason is None and looped:
         reason = f"{', '.join(looped)} would have to see all tokens of a document"
     if reason is not None:
         raise ConfigError(
@@ -99,13 +103,18 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
         attention.choose_kernel()  # the self-check below tests it
     prepare(design.model, config, source, world=world, seed=seed)
     fault = _fault(design.model, config, world)
-    may_retry = config.attention == AUTO and world.sequence_size == 1
-    if fault is not None and design.reason is None and may_retry:
-        logger.warning("packed documents fail the self-check: %s", fault)
-        design.reason = "packed ones fail the self-check"
+    has_kernels = design.model.mixes_packed
+    may_unpack = config.attention == AUTO and world.sequence_size == 1 and design.reason is None
+    if fault is not None and (has_kernels or may_unpack):
+        if has_kernels:
+            kinds = ", ".join(state_mixers.kernel_kinds(design.model))
+            logger.warning("the installed kernels of %s fail the self-check: %s", kinds, fault)
+        else:
+            logger.warning("packed documents fail the self-check: %s", fault)
+            design.reason = "packed ones fail the self-check"
         del design.model
         gc.collect()  # modules and their hooks hold each other
-        design.model = on_meta(config, source, is_packed=False)
+        design.model = on_meta(config, source, is_packed=design.reason is None)
         return build_model(design, world=world, seed=seed)
     if fault is not None:
         way_out = "it cannot be trained here"
@@ -130,15 +139,21 @@ def how_documents_run(design: Design) -> str:
     """Describe for the log how documents share forward passes."""
     if design.reason is not None:
         return f"documents run one by one (slower): {design.reason}"
-    looped = state_mixers.looped_kinds(design.model)
-    return "documents are packed" + (
-        f"; looped over documents: {', '.join(looped)}" if looped else ""
-    )
+    text = "documents are packed"
+    if kernels := state_mixers.kernel_kinds(design.model):
+        text += f"; kernels that take document bounds: {', '.join(kernels)}"
+    if looped := state_mixers.looped_kinds(design.model):
+        text += f"; looped over documents: {', '.join(looped)}"
+    return text
 
 
-def on_meta(config: ModelConfig, source: ModelSource, *, is_packed: bool) -> PreTrainedModel:
+def on_meta(
+    config: ModelConfig, source: ModelSource, *, is_packed: bool, uses_kernels: bool = False
+) -> PreTrainedModel:
     """Build the model without weights, with adapters and frozen parameters."""
-    model = packed_lm.build_on_meta(source, is_packed=is_packed, loss=LOSSES[config.loss])
+    model = packed_lm.build_on_meta(
+        source, is_packed=is_packed, uses_kernels=uses_kernels, loss=LOSSES[config.loss]
+    )
     adapters.choose_trained(model, config, source)
     return model
 
@@ -190,7 +205,7 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tup
         if "does not have a deterministic" in str(error):
             operation = str(error).split(", but you set")[0]
             return 0, f"trainer.deterministic=true is not possible with {name} here: {operation}"
-        if model.is_packed and _is_refusal(error):
+        if model.is_packed and _is_refusal(error, has_kernels=bool(model.mixes_packed)):
             return 0, f"{name}: {type(error).__name__}: {error}"
         # perhaps only this rank fails: its process ends, and the launcher ends the waiting ranks
         raise
@@ -221,16 +236,16 @@ def _gist(error: Exception) -> str:
     return next((line for line in lines if " error: " in line), lines[0])
 
 
-def _is_refusal(error: Exception) -> bool:
+def _is_refusal(error: Exception, *, has_kernels: bool) -> bool:
     """Return True if a kernel may have refused its arguments, so that a different attention may
-    work.
+    work. The kernels of packages raise errors of any type.
 
     A full or lost card, a lost peer or an error of Dynamo occurs with any attention.
     """
     others = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
     is_compiler = type(error).__module__.startswith("torch._dynamo")
     return (
-        isinstance(error, RuntimeError | ValueError)
+        isinstance(error, Exception if has_kernels else RuntimeError | ValueError)
         and not isinstance(error, others)
         and not is_compiler
     )

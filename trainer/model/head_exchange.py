@@ -62,6 +62,20 @@ class HeadExchange:
         value = self._to_heads(self._repeated(value))
         return self._to_positions(attention(self._to_heads(query), key, value, scoring))
 
+    @property
+    def num_own(self) -> int:
+        """Number of positions that this rank holds."""
+        return self._lengths[self._rank]
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Exchange [1, own T, ...] for [1, T, ...]. The gradient is the sum of all ranks'."""
+        sent = own.repeat(self._size, *[1] * (own.ndim - 1)).flatten(0, 1)
+        return self._exchanged(sent, self._lengths, [self.num_own] * self._size)[None]
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Return this rank's part of [1, T, ...]."""
+        return rows.split(self._lengths, dim=1)[self._rank]
+
     def _repeated(self, key: Tensor) -> Tensor:
         """Repeat key heads until every rank has one. Neighbouring query heads share a key head."""
         return key.repeat_interleave(self._size // gcd(self._size, key.shape[1]), dim=1)
@@ -80,7 +94,7 @@ class HeadExchange:
 
     def _to_positions(self, output: Tensor) -> Tensor:
         """Exchange [1, T, own N, K] for [1, own T, N, K]."""
-        length = self._lengths[self._rank]
+        length = self.num_own
         by_rank = self._exchanged(output[0], [length] * self._size, self._lengths)
         return by_rank.unflatten(0, (self._size, length)).transpose(0, 1).flatten(1, 2)[None]
 

@@ -68,10 +68,16 @@ def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | Non
 
 
 def build_on_meta(
-    source: ModelSource, *, is_packed: bool, loss: Loss = LOSSES["cross_entropy"]
+    source: ModelSource,
+    *,
+    is_packed: bool,
+    uses_kernels: bool = False,
+    loss: Loss = LOSSES["cross_entropy"],
 ) -> PreTrainedModel:
     """Build the model without weights (buffers are real). Its forward becomes `PackedBatch ->
     LossOutput`.
+
+    `uses_kernels`: linear attention and Mamba use installed kernels that take document bounds.
     """
     model: Any = _empty_model(source)
     model.tie_weights()  # parameters registered under init_empty_weights are copies
@@ -79,7 +85,10 @@ def build_on_meta(
         model.base_model_prefix = base_name_of(model)
     _require_trainable(model, source)
     rope.follow_documents(model, is_packed=is_packed)
-    model.attends_packed = is_packed and state_mixers.loop_over_documents(model)
+    model.attends_packed = is_packed and state_mixers.loop_over_documents(
+        model, uses_kernels=uses_kernels
+    )
+    model.mixes_packed = bool(state_mixers.kernel_kinds(model))
     if model.attends_packed:
         attention.register()
         model.set_attn_implementation(attention.PACKED)
@@ -208,11 +217,12 @@ def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
     elif len(batch.seqlens) > 1:
         raise RuntimeError("a batch has several documents, but this model takes one at a time")
     if model.attends_packed:
-        arguments |= {
-            "cu_seq_lens_q": batch.cu_seqlens_D1,
-            "max_length_q": batch.max_seqlen,
-            "lengths": attention.running(),
-        }
+        arguments |= {"max_length_q": batch.max_seqlen, "lengths": attention.running()}
+    if model.attends_packed or model.mixes_packed:
+        arguments["cu_seq_lens_q"] = batch.cu_seqlens_D1
+    if model.mixes_packed:
+        is_first_1T = arguments["position_ids"] == 0
+        arguments["seq_idx"] = is_first_1T.cumsum(1, dtype=torch.int32) - 1
     return arguments
 
 

@@ -4,15 +4,17 @@ packed.
 A module that passes information between tokens takes a cache in transformers, because it could not
 generate without one. This identifies such modules, whatever their names. Attention through
 `AttentionInterface` knows the document bounds. Linear attention, Mamba, short convolutions and
-special attention (ALiBi, indexers) do not know them, so these modules are looped over documents.
+special attention (ALiBi, indexers) do not know them, so these modules are looped over documents,
+unless an installed package computes them with document bounds.
 
 Shape suffixes: T packed tokens, D documents of a group, L its padded length.
 """
 
 import functools
 import inspect
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,19 +32,24 @@ from trainer.model.cpu_attention import group_by_length
 
 _CACHES = {"past_key_values", "layer_past", "cache_params", "use_cache", "state", "mlstm_state"}
 _IS_LOOPED = "_is_looped_over_documents"
-BOUNDS = ("cu_seq_lens_q", "max_length_q", "lengths")
+_USES_KERNELS = "_uses_kernels_with_bounds"
+BOUNDS = ("cu_seq_lens_q", "max_length_q", "lengths", "seq_idx")
 """Arguments that are not passed to a looped module, because its kernels and its fallbacks read
 different ones of them.
 """
 
 
-def loop_over_documents(model: PreTrainedModel) -> bool:
+def loop_over_documents(model: PreTrainedModel, *, uses_kernels: bool) -> bool:
     """Make modules loop over documents, in place, where they need it.
 
-    Return True if some attention stays packed. Otherwise all attention is looped and uses the mask
-    of the longest document.
+    `uses_kernels`: modules stay packed whose kernels take document bounds. Return True if some
+    attention stays packed. Otherwise all attention is looped and uses the mask of the longest
+    document.
     """
     looped = list(_looped(model))
+    for module in filter(_has_kernels, looped if uses_kernels else ()):
+        setattr(module, _USES_KERNELS, True)
+    looped = [module for module in looped if not hasattr(module, _USES_KERNELS)]
     attends_packed = any(map(_attends, model.modules())) and not any(
         _attends(m) and _inner(m) for m in looped
     )
@@ -57,9 +64,19 @@ def loop_over_documents(model: PreTrainedModel) -> bool:
     return attends_packed
 
 
-def looped_kinds(model: nn.Module) -> list[str]:
-    """Return the names of the looped classes."""
-    return sorted({type(m).__name__ for m in model.modules() if hasattr(m, _IS_LOOPED)})
+def looped_kinds(model: nn.Module, *, only_attention: bool = False) -> list[str]:
+    """Return the names of the looped classes, or only of those with attention."""
+    looped = [module for module in model.modules() if hasattr(module, _IS_LOOPED)]
+    return _kinds(filter(_attends, looped) if only_attention else looped)
+
+
+def kernel_kinds(model: nn.Module) -> list[str]:
+    """Return the names of the classes whose kernels take document bounds."""
+    return _kinds(module for module in model.modules() if hasattr(module, _USES_KERNELS))
+
+
+def _kinds(modules: Iterable[nn.Module]) -> list[str]:
+    return sorted({type(module).__name__ for module in modules})
 
 
 def _looped(module: nn.Module) -> Iterator[nn.Module]:
@@ -90,6 +107,30 @@ def _attends(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in _code(module).co_names
 
 
+def _has_kernels(module: nn.Module) -> bool:
+    """Return True if packages such as flash-linear-attention and causal-conv1d provide all functions
+    with which this module mixes tokens.
+
+    transformers wraps these functions. Its references for them refuse document bounds.
+    """
+    methods = filter(inspect.isfunction, vars(type(module)).values())
+    names = {name for method in methods for name in inspect.unwrap(method).__code__.co_names}
+    globals_ = vars(sys.modules[type(module).__module__])
+    functions = [globals_[name] for name in names & globals_.keys()]
+    wrapped = [function for function in functions if hasattr(function, "__wrapped__")]
+    return bool(wrapped) and not any(map(_is_reference, wrapped))
+
+
+def _is_reference(function: Callable[..., Any]) -> bool:
+    try:
+        function(seq_idx=True)
+    except ValueError:
+        return True
+    except TypeError:  # a kernel lacks its other arguments
+        pass
+    return False
+
+
 def _code(module: nn.Module) -> types.CodeType:
     forward: Any = inspect.unwrap(type(module).forward)
     code: types.CodeType = forward.__code__
@@ -105,6 +146,8 @@ def _forward(
     State is only carried forward, so padding affects no token. If the module takes masks or biases,
     or has packed attention inside, documents run one by one. An output without a row for each token
     comes from the last call.
+
+    Ranks that share the tokens gather them, run the module for all of them, and keep their own.
     """
     lengths = attention.running()
     if lengths is None:
@@ -113,6 +156,11 @@ def _forward(
     num_tokens = sum(lengths.seqlens)
     kept = {name: value for name, value in kwargs.items() if name not in BOUNDS}
     leaves, tree = tree_flatten((args, kept))
+    if (exchange := lengths.exchange) is not None:
+        leaves = [
+            exchange.gathered(leaf) if _is_of_tokens(leaf, exchange.num_own) else leaf
+            for leaf in leaves
+        ]
     inputs = [_documents(leaf, seqlens) for leaf in leaves]
     is_alone = is_alone or any(isinstance(value, Tensor) for value in inputs)
     rows_of: list[dict[int, Tensor]] = [{} for _ in seqlens]
@@ -131,16 +179,19 @@ def _forward(
                 for index, row in zip(group, output.unbind(0), strict=True):
                     rows_of[index][place] = row[: seqlens[index]]
     for place in rows_of[0]:
-        outputs[place] = _joined([rows[place] for rows in rows_of])
+        joined = _joined([rows[place] for rows in rows_of])
+        outputs[place] = joined if exchange is None else exchange.own(joined)
     return tree_unflatten(outputs, output_tree)
 
 
+def _is_of_tokens(value: Any, num_tokens: int) -> bool:
+    """Return True for a tensor with a row for each token, [1, T, ...]."""
+    return isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens)
+
+
 def _documents(value: Any, seqlens: tuple[int, ...]) -> Any:
-    """Split a tensor with a row for each token, [1, T, ...], by document; return all else
-    unchanged.
-    """
-    is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, sum(seqlens))
-    return value[0].split(seqlens) if is_of_tokens else value
+    """Split a tensor with a row for each token by document; return all else unchanged."""
+    return value[0].split(seqlens) if _is_of_tokens(value, sum(seqlens)) else value
 
 
 def _padded(value: Any, group: list[int], longest: int, whole: set[int]) -> Any:
