@@ -51,7 +51,7 @@ class RunDirectory:
 
     @property
     def export(self) -> Path | None:
-        """Return the directory of that checkpoint's model for transformers and vLLM."""
+        """Return the directory of the model in `checkpoint`, for transformers and vLLM."""
         return None if self.checkpoint is None else self.checkpoint / "huggingface"
 
 

@@ -111,4 +111,4 @@ def refusal(world: World, source: Any) -> str:
 
 def test_experts_that_cannot_be_dealt_evenly_are_refused(tmp_path):
     odd = write_model_config(tmp_path, "qwen3_moe", **EXPERTS | {"num_experts": 5})
-    assert "cannot hold equal numbers of 5 experts" in run_ranks(refusal, 2, odd, expert_size=2)[0]
+    assert "5 experts cannot be divided evenly" in run_ranks(refusal, 2, odd, expert_size=2)[0]

@@ -139,13 +139,13 @@ def test_a_target_that_cannot_be_taken_is_refused(checkpoint, tmp_path):
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "empty").mkdir()
     for name in ("file", "link", "empty"):
-        with pytest.raises(ConfigError, match=f"{name}' exists already"):
+        with pytest.raises(ConfigError, match=f"{name}' already exists"):
             exported(checkpoint, tmp_path / name)
     with pytest.raises(ConfigError, match=r"there is no directory '.*/missing'"):
         exported(checkpoint, tmp_path / "missing" / "export")
     (tmp_path / "alias").symlink_to(checkpoint)
     inside = tmp_path / "alias" / "huggingface" / "export"
-    with pytest.raises(ConfigError, match="would be deleted with its checkpoint"):
+    with pytest.raises(ConfigError, match="would be deleted with it"):
         exported(checkpoint, inside)
     assert set(os.listdir(tmp_path)) == {"alias", "empty", "file", "link", "run"}
 
@@ -236,4 +236,4 @@ def test_the_command_exports_what_a_resume_takes(trained, tmp_path, capsys):
     words = ("export", str(run_dir), str(tmp_path / "wide"), "--dtype", "float32")
     assert cli.main([*words]) == 0 and equal(tensors_in(tmp_path / "wide"), saved)
     assert cli.main(["export", str(run_dir), str(tmp_path / "export")]) == 2
-    assert f"ERROR: '{tmp_path / 'export'}' exists already" in capsys.readouterr().err
+    assert f"ERROR: '{tmp_path / 'export'}' already exists" in capsys.readouterr().err

@@ -197,7 +197,7 @@ TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"labels": [*IDS[1:], -100], **TOLD}, "bad tokens: 'labels' has .* at position 1; .*not the next token's"),
     ({"loss_mask": [2] * NUM_IDS, **TOLD}, "bad tokens: 'loss_mask' has 2 at position 1; allowed: 0 and 1"),
     ({"loss_mask": [1] * NUM_IDS, "labels": HIDDEN, **TOLD}, "bad tokens: .* supervise different tokens"),
-    (TOLD, "bad tokens: 'input_ids' needs a column 'loss_mask' or 'labels'"),
+    (TOLD, "bad tokens: 'input_ids' requires a 'loss_mask' or 'labels' column"),
     ({"input_ids": [-1], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has -1"),
     *[({"input_ids": ids, "labels": [1], **TOLD}, "bad tokens: 'input_ids' is not a list of 32-bit integers")
       for ids in ([9**30], [9**15], [[1], [2, 3]], None)],

@@ -297,7 +297,7 @@ def test_the_limit_of_a_container_is_the_memory_that_may_be_used(tmp_path, monke
     ("size", "num_ranks", "message"),
     [
         (3, 4, "model.expert_parallel_size=3 does not divide the 4 ranks"),
-        (3, 3, "the 3 ranks that shard the model cannot hold equal numbers of 8 experts"),
+        (3, 3, "8 experts cannot be divided evenly among the 3 ranks that shard the model"),
     ],
 )
 def test_a_plan_refuses_the_expert_parallelism_that_a_run_refuses(

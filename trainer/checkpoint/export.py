@@ -111,8 +111,8 @@ class ExportPlan:
             if whole.others_digest != source.whole.others_digest:
                 raise ConfigError(
                     f"the weights in model.partial_pretrain={source.files.directory} changed while "
-                    f"the run started.\n"
-                    f"Fix: run the same command again when nothing writes to that directory"
+                    f"the run was starting.\n"
+                    f"Fix: run the same command again when nothing is writing to that directory"
                 )
             source = dataclasses.replace(source, whole=whole)
         if base:
@@ -250,8 +250,8 @@ def _base_groups(
         if name not in present and not is_tied_head:
             raise ConfigError(
                 f"the files of the base model have no tensor for '{name}', so its adapter cannot be "
-                f"merged.\nFix: hf_model instead of merged_model in trainer.checkpoint.save_contents "
-                f"(of a checkpoint: --lora adapter)"
+                f"merged.\nFix: use hf_model instead of merged_model in "
+                f"trainer.checkpoint.save_contents. To export a checkpoint, use --lora adapter"
             )
     return groups, others
 
@@ -293,8 +293,8 @@ def _stored_groups(
     if unknown or {name for group in groups for name in group.own} != own.keys():
         raise ConfigError(
             f"{type(architecture).__name__} cannot be exported: transformers {__version__} would "
-            f"save tensors that it cannot load again ({', '.join(unknown[:5])}).\n"
-            f"Fix: install a transformers version that can, or train a different model"
+            f"save tensors that it cannot load ({', '.join(unknown[:5])}).\n"
+            f"Fix: install a transformers version that can load them, or train a different model"
         )
     order = {name: place for place, name in enumerate(own)}
     return sorted(groups, key=lambda group: min(order[name] for name in group.own))

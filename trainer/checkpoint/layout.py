@@ -104,7 +104,7 @@ class CheckpointInfo:
     """A committed checkpoint: a directory `global_step_N` with a valid manifest.
 
     All files that a resume needs have the sizes in the manifest; `verify_files` proves their
-    contents. `published`: True if the pointer has named the checkpoint at some time.
+    contents. `published`: True if the pointer has ever named the checkpoint.
     """
 
     step: int
@@ -189,7 +189,7 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
     if final.name in fsio.list_dir(final.parent):
         if read_pointer(final.parent).step == step and inspect(final).manifest:
             raise FileExistsError(
-                f"'{final}' is the checkpoint that this run continues from and is never replaced"
+                f"this run continues from '{final}', so that checkpoint is never replaced"
             )
         quarantine(final, "its step is being saved again")
     try:

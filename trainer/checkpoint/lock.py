@@ -223,7 +223,8 @@ def is_given_back(run_dir: Path) -> bool:
 def has_ended_in_order(run_dir: Path, last: CheckpointInfo) -> bool:
     """Return True if the run ended cleanly after its checkpoint `last`, with nothing left to do.
 
-    The pointer then names `last`, there are no leftovers, and the lock was released.
+    That is the case if the pointer names `last`, no temporary directories remain, and the lock has
+    been released.
     """
     is_pointed_to = last.published and layout.read_pointer(run_dir).step == last.step
     return is_pointed_to and not layout.leftovers(run_dir) and is_given_back(run_dir)

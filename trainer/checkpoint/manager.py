@@ -219,7 +219,7 @@ class CheckpointManager:
     def _raise_if_exhausted(self, is_required: bool) -> None:
         if self._num_failed_in_a_row > len(RETRY_AFTER_S) and not is_required:
             raise ResumableError(
-                f"{self._num_failed_in_a_row} saves in a row failed; the last: "
+                f"{self._num_failed_in_a_row} saves in a row failed; last error: "
                 f"{self._last_error}.\n"
                 f"Fix: resolve the cause, then run the same command to continue from the last checkpoint"
             )

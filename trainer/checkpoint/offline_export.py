@@ -96,16 +96,16 @@ def _require_exportable(checkpoint: Path, target: Path) -> CheckpointInfo:
             f"{call(f'checkpoint ls {checkpoint.parent}')} lists them"
         )
     if os.path.lexists(target):
-        raise ConfigError(f"'{target}' exists already.\nFix: name a new directory")
+        raise ConfigError(f"'{target}' already exists.\nFix: choose a new directory")
     if not target.parent.is_dir():
         raise ConfigError(
             f"'{target}' cannot be created: there is no directory '{target.parent}'.\n"
-            f"Fix: create it, or name a different directory"
+            f"Fix: create it, or choose a different directory"
         )
     if target.parent.resolve().is_relative_to(checkpoint.resolve()):
         raise ConfigError(
-            f"'{target}' would be deleted with its checkpoint.\n"
-            f"Fix: name a directory outside of '{checkpoint}'"
+            f"'{target}' is inside the checkpoint and would be deleted with it.\n"
+            f"Fix: choose a directory outside of '{checkpoint}'"
         )
     manifest = info.manifest
     needed = {

@@ -110,7 +110,7 @@ def local_tensors(tree: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Shards:
-    """A saved sharded part: its `state_dict` on each rank that holds a shard of one full copy.
+    """The saved state of a sharded part: the `state_dict` of each rank of one replica.
 
     The files are memory-mapped: only tensors that are read take memory.
     """

@@ -70,9 +70,9 @@ def decide_start(
     number of steps of the whole run, if it continues from the selected checkpoint.
 
     If the run has already ended, nothing is written, not even the lock. A run that was killed while
-    it ended continues with no steps left and ends again. Raises the same error on every rank:
-    `ConfigError` for a run that cannot be continued as configured, `CannotWriteError` if the run
-    directory cannot be written.
+    it shut down resumes with no steps left and repeats the shutdown. Raises the same error on every
+    rank: `ConfigError` for a run that cannot be continued as configured, `CannotWriteError` if the
+    run directory cannot be written.
     """
     last = selection.chosen
     if last is not None and _is_complete(config, last, total_steps, world):
@@ -231,8 +231,8 @@ def verify(candidate: CheckpointInfo, world: World) -> list[str]:
     problems = [problem for report in reports for problem in report]
     for problem in filter(layout.is_export, problems):
         logger.warning(
-            "the export in %s is damaged: %s; the run continues, and `checkpoint export` makes a "
-            "new export",
+            "the export in %s is damaged: %s. The run continues; use `checkpoint export` to "
+            "export the checkpoint again",
             candidate.path,
             problem,
         )

@@ -84,9 +84,10 @@ def rows_at(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (index of the source, row in the source) for each place of an epoch; int64.
 
-    If an epoch trains some rows of a source once more than the others, it takes them from a fixed
-    order of the source, in which the next epoch continues. So at the end of any epoch, two rows of
-    a source have been trained equally often, give or take one.
+    If an epoch trains only some rows of a source once more than the others, it takes these rows
+    from a fixed permutation of the source, and the next epoch continues where this one stopped. So
+    after any epoch, the numbers of times that any two rows of a source were trained differ by at
+    most one.
     """
     bounds = np.cumsum([0, *(share.num_samples for share in shares)])
     slots = permuted(places, int(bounds[-1]), seeding.key("epoch", seed, epoch))
@@ -184,8 +185,8 @@ class Schedule:
 
     @cached_property
     def shortest_first(self) -> np.ndarray:
-        """Row ids of the first epoch from short to long, int64. Rows of equal length are
-        shuffled.
+        """Row ids of the first epoch, from the shortest row to the longest, int64. Rows of equal
+        length are shuffled.
         """
         assert self.lengths is not None, "this order needs the lengths of the rows"
         ids = shuffled(self, np.arange(self.num_samples), epoch=0)

@@ -196,7 +196,7 @@ class RowParser:
             _require("labels", values, (values == UNSUPERVISED) | (values == ids), known)
             masks.append(values != UNSUPERVISED)
         if not masks:
-            raise UnusableError("bad tokens: 'input_ids' needs a column 'loss_mask' or 'labels'")
+            raise UnusableError("bad tokens: 'input_ids' requires a 'loss_mask' or 'labels' column")
         if not np.array_equal(masks[0], masks[-1]):
             raise UnusableError("bad tokens: 'loss_mask' and 'labels' supervise different tokens")
         known = f"0 to {num_ids - 1} in this tokenizer"

@@ -104,8 +104,8 @@ class Renderings:
         return self._upto(len(self._messages))
 
     def _closed(self, index: int) -> str:
-        """Return the rendering of the messages up to a turn, cut after the turn's end token. Raises
-        `UnusableError`.
+        """Return the rendering of the messages up to and including a turn, cut after the turn's end
+        token. Raises `UnusableError`.
         """
         closed = self._upto(index + 1).removesuffix(self._template.closing).rstrip()
         if self._template.added.last_in(closed) is None:

@@ -106,7 +106,9 @@ def open_dataset(directory: Path, files: tuple[Path, ...]) -> TokenDataset:
 
 
 def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
-    """Return the indices of the samples of `rows`. `bounds` is like `TokenDataset.bounds`."""
+    """Return the indices of the samples of `rows`. `bounds` has the format of
+    `TokenDataset.bounds`.
+    """
     if bounds is None:
         return rows
     counts = bounds[rows + 1] - bounds[rows]
@@ -203,7 +205,7 @@ class Samples:
 
     @property
     def row_lengths(self) -> np.ndarray:
-        """Number of tokens of each row, int64."""
+        """Number of tokens in each row, int64."""
         lengths = self.lengths
         if self._row_bounds is None:
             return lengths

@@ -167,9 +167,8 @@ class ChatTemplate:
         return list(map(self.with_arguments, TOOL))
 
     def end_after(self, message: Message) -> str:
-        """Return the role token of the next message if the template, such as GLM's, ends an
-        assistant message with nothing else; '' for all other templates. Generation stops at this
-        token.
+        """Return the role token of the next message if nothing else marks the end of an assistant
+        message, as in GLM's template; '' for all other templates. Generation stops at this token.
         """
         return self._next_roles[bool(message.get("tool_calls"))]
 

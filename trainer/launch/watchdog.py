@@ -162,9 +162,9 @@ class Watchdog:
             place = f"above, because nothing can be written to {self.run_dir}: {reason}"
         listing = "\n".join(f"  {line}" for line in lines)
         print(
-            f"ERROR: the run hangs: no progress for longer than a phase allows. The launcher kills "
-            f"all ranks of {socket.gethostname()}. Fix: continue with the same command. Likely "
-            f"cause first:\n{listing}\n  stacks: {place}",
+            f"ERROR: the run hangs: no progress within the time limit of its phase. The launcher "
+            f"kills all ranks on {socket.gethostname()}. Fix: continue with the same command. "
+            f"Ranks, the most likely cause first:\n{listing}\n  stacks: {place}",
             file=sys.stderr,
             flush=True,
         )

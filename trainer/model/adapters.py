@@ -72,11 +72,11 @@ def settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def fill(model: PreTrainedModel, config: ModelConfig, source: ModelSource, *, seed: int) -> None:
-    """Give adapters their initial values: those in `model.lora_adapter_path`, or peft's own. Modules
-    that are trained in full keep the base model's values if there is no such path.
+    """Give adapters their initial values: those in `model.lora_adapter_path`, or those of peft.
+    Without that path, modules that are trained in full keep the base model's values.
 
-    peft's own are zero for B and uniform for A. A is drawn from the seed and the parameter's name,
-    so its values do not depend on the number of ranks.
+    peft's initial values are zero for B and uniform for A. A is drawn from the seed and the
+    parameter's name, so its values do not depend on the number of ranks.
     """
     trained = {
         name: parameter

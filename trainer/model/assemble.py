@@ -125,7 +125,7 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
         raise ConfigError(f"self-check failed: {fault}; {way_out}")
     num_trained = sum(p.numel() for p in design.model.parameters() if p.requires_grad)
     num_all = sum(map(nf4.num_weights, design.model.parameters()))
-    trained = "all trained" if num_trained == num_all else f"{num_trained:,} trained"
+    trained = "all trainable" if num_trained == num_all else f"{num_trained:,} trainable"
     name = type(design.model).__name__.removeprefix("FSDP")
     text = f"{name}, {num_all:,} parameters, {trained}; {how_documents_run(design)}"
     logger.info("%s", labelled("model", text))

@@ -111,8 +111,8 @@ def require_even(modules: Sequence[Any], num_shards: int, *, expert_size: int) -
     for module in modules:
         if module.num_experts % num_shards:
             raise ConfigError(
-                f"model.expert_parallel_size={expert_size}: the {num_shards} ranks that shard the "
-                f"model cannot hold equal numbers of {module.num_experts} experts.\nFix: set "
+                f"model.expert_parallel_size={expert_size}: {module.num_experts} experts cannot be "
+                f"divided evenly among the {num_shards} ranks that shard the model.\nFix: set "
                 f"model.fsdp_config.fsdp_size to a divisor of {module.num_experts}, or "
                 f"model.expert_parallel_size=1"
             )
@@ -124,8 +124,8 @@ def distribute(
     """Let these expert modules exchange tokens. Return their parameters, which FSDP must leave
     alone.
 
-    `mesh`: of all parameters. Raises `ConfigError` if the shards cannot hold equal numbers of
-    experts.
+    `mesh`: the device mesh that shards the other parameters. Raises `ConfigError` if the shards
+    cannot hold equal numbers of experts.
     """
     exchange = ExpertExchange(expert_mesh, dtype)
     found = set[nn.Parameter]()

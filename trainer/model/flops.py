@@ -41,7 +41,9 @@ class StepFlops:
         return matrices + self.attention(batch.lengths)
 
     def attention(self, lengths: Sequence[int]) -> float:
-        """Return the operations of attention over documents of these lengths."""
+        """Return the number of floating-point operations of attention over documents of these
+        lengths.
+        """
         lengths_D = np.asarray(lengths, dtype=np.float64)
         windowed = sum(
             cost * float(squared_length(lengths_D, w).sum()) for w, cost in self.per_window.items()

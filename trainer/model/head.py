@@ -80,15 +80,15 @@ def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def measure(logits_SV: Tensor, labels_S: Tensor) -> LossOutput:
-    """Return cross-entropy and hits, for evaluation."""
+    """Return the cross-entropy, and for each position whether the likeliest token is the label."""
     log_probs_SV = torch.log_softmax(logits_SV.float(), dim=-1)
     losses_S = -log_probs_SV.gather(1, labels_S[:, None])[:, 0]
     return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, likeliest(logits_SV, labels_S))
 
 
 def likeliest(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
-    """Return True at each position where no token is likelier than the label. A maximum costs a
-    tenth of an argmax.
+    """Return True at each position where no token is likelier than the label. This compares with
+    the maximum, which costs a tenth of an argmax.
     """
     return logits_SV.gather(1, labels_S[:, None])[:, 0] >= logits_SV.amax(dim=-1)
 

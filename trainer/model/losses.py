@@ -34,15 +34,15 @@ class Term:
 
 @dataclass(frozen=True)
 class Loss:
-    """The trained loss: a main formula and further weighted terms.
+    """The training loss: a main term and weighted additional terms.
 
     A call returns the tuple that `LossAndGradient` describes.
     """
 
     main: Formula
     fused: LossAndGradient | None = None
-    """The losses of `main` with their gradient, in fewer passes over the logits and without further
-    terms. At its start, every run compares them with autograd of the formula.
+    """The losses of `main` with their gradient, in fewer passes over the logits and without the
+    additional terms. At its start, every run compares them with autograd of the formula.
     """
     terms: Mapping[str, Term] = field(default_factory=dict)
     """{name: term}. Each term is logged as `train/objective/<name>`, without its weight."""

@@ -59,8 +59,8 @@ def rms_norm(hidden_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def take_over_norms(model: nn.Module) -> int:
-    """Replace the forward of every module that computes this norm, whatever its class. Return the
-    number of replaced modules.
+    """Replace the forward of every module that computes the same RMS norm as `rms_norm`, whatever
+    its class. Return the number of replaced modules.
     """
     replaced = 0
     for module in model.modules():

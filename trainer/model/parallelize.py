@@ -38,8 +38,8 @@ or more tokens. Above its limit (8 by default) torch.compile runs the function u
 
 
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
-    """Apply the dtype, activation checkpointing, compilation or faster norms, and FSDP2 in
-    place, as configured.
+    """Change the model in place, as configured: set dtypes, recompute activations, compile layers
+    (else use faster norms), and shard with FSDP2.
     """
     owner: Any = model
     owner.sequence_group = world.sequence_group
@@ -196,13 +196,13 @@ def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) 
 
 
 def _sum_gradients(module: nn.Module, world: World) -> None:
-    """Make ranks add their gradients, because the loss is already divided by the global token
-    count.
+    """Sum gradients over ranks instead of averaging them, because the loss is already divided by
+    the global token count.
 
-    FSDP2 divides by the world size by default. A factor of 1 on its own would ask gloo for an
-    operation that it lacks. If one rank's documents do not use a parameter (an expert, a branch),
-    its gradient on that rank is set to zero. Otherwise ranks would add gradients of different
-    parameters.
+    FSDP2 divides by the world size by default. With a divide factor of 1 alone, FSDP2 would use a
+    reduction that gloo does not support. If one rank's documents do not use a parameter (an expert,
+    a branch), its gradient on that rank is set to zero. Otherwise ranks would add gradients of
+    different parameters.
     """
     assert isinstance(module, FSDPModule)
     if world.size > 1:  # one rank divides by one anyway; a factor would cost a pass

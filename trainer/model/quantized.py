@@ -63,7 +63,7 @@ def require_supported(settings: Mapping[str, Any], name: str) -> None:
         raise ConfigError(
             f"{name} is quantized ({QUANTIZATION_CONFIG} in config.json: {method}, "
             f"{settings.get('format', 'no format')}); only fp8, mxfp4 and the float8 formats of "
-            f"compressed-tensors are dequantized while loading.\n"
+            f"compressed-tensors can be dequantized while loading.\n"
             f"Fix: use the model's bfloat16 or float32 weights"
         )
 

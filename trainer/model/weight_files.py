@@ -33,7 +33,7 @@ def read_index(path: Path) -> dict[str, str]:
             raise ValueError(f"{outside[0]!r} leads to a different directory")
         missing = sorted(name for name in names if not (path / name).exists())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path / INDEX} is not an index of weights: {error!r}") from error
+        raise ConfigError(f"{path / INDEX} is not a valid weight index: {error!r}") from error
     if missing:
         raise ConfigError(f"{path / INDEX} names files that are not there: {', '.join(missing)}")
     return weight_map

@@ -36,7 +36,7 @@ UPDATE_RMS = 0.2
 
 
 class Muon(AdamW):
-    """AdamW plus groups of matrices that are updated by orthogonal momentum."""
+    """AdamW, with groups of matrices that are updated with orthogonalized momentum."""
 
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         ends = _ends(model)

@@ -245,10 +245,10 @@ def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
             if first.get(name) != facts.get(name)
         ]
         raise ConfigError(
-            "the ranks of this run have different inputs and would train a mixture of them:\n"
+            "the ranks of this run have different inputs and would train on a mixture of them:\n"
             + "\n".join(lines)
             + "\nFix: give every machine the same command and the same files (data.train_files, "
-            "model.partial_pretrain), and write no file while a run starts"
+            "model.partial_pretrain), and do not change them while a run is starting"
         )
 
 

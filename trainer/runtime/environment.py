@@ -28,7 +28,8 @@ def ranks_on_machine() -> int:
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Disable garbage collection during imports, because it takes a fifth of their time. Imports
-    make about 350,000 objects, and all of them stay. Later collections skip these objects too.
+    create about 350,000 objects, and none of them is freed. Later collections skip these objects
+    too.
     """
     gc.disable()
     try:

@@ -157,7 +157,7 @@ def try_lock(descriptor: int) -> bool | None:
 def tree_bytes(path: Path) -> int:
     """Return the size of a file, or of all files below a directory, without following links.
 
-    The size is in bytes. Files that vanish meanwhile do not count.
+    The size is in bytes. Files that disappear during the scan are not counted.
     """
     files = [path]
     if path.is_dir() and not path.is_symlink():

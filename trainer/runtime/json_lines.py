@@ -132,13 +132,13 @@ class JsonLines:
 
 
 class AppendFile:
-    """Appends JSON objects as lines, each with one `write` to an O_APPEND descriptor. Killing the
-    process loses none.
+    """Appends JSON objects as lines, each with one `write` to an O_APPEND descriptor. No line is
+    lost if the process is killed.
 
-    A background thread syncs the file every `SYNC_INTERVAL_S` and on request, so that a slow disk
-    delays nobody. While lines cannot be written, because the disk is full, they wait in memory, at
-    most `MAX_WAITING_BYTES`, and are written in order when there is room. If the file is moved away
-    or removed, the lines continue in a new file at the path.
+    A background thread syncs the file every `SYNC_INTERVAL_S` and on request, so that callers never
+    wait for a slow disk. While the disk is full, lines wait in memory, at most `MAX_WAITING_BYTES`,
+    and are written in order when there is room. If the file is moved away or removed, the lines
+    continue in a new file at the path.
 
     `is_guest`: another process owns the file. Only the owner cuts torn lines, because a guest may
     see a line that the owner is writing.

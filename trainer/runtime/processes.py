@@ -39,8 +39,8 @@ def born_at(pid: int) -> int | None:
     """Return the clock ticks from the boot of the machine to the start of a process; None if
     unknown.
 
-    Pids are reused, and soon after a container restarts. The pid and this number together identify
-    a process.
+    Pids are reused, most of all after a container restarts. The pid and this number together
+    identify a process.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace", encoding="utf-8")

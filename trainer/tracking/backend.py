@@ -42,7 +42,7 @@ class Backend:
         self.name = name
 
     def where(self) -> str:
-        """Return a hint on how to view the tracker, which is shown at the start of a run."""
+        """Return a hint on how to view the tracker. The run prints it at its start."""
         return ""
 
     def open(self) -> None:

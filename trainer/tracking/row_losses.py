@@ -89,7 +89,7 @@ class RowLossFile(AppendFile):
 
 
 def read_row_losses(path: Path) -> tuple[dict[int, SampleLosses], dict[int, str]]:
-    """Return the losses of every step that counts, and the recorded places of samples by id.
+    """Return {step: losses} without the steps that were rolled back, and {sample id: `file:line`}.
 
     Both are empty if there is no file or it is longer than `MAX_BYTES`. Raises `OSError`.
     """

@@ -32,9 +32,10 @@ UPDATE_PHASES = ("forward", "backward", "optimizer")
 
 
 class Meter(Remembered, Part):
-    """Measures the steps. Each rank has its own meter, whose totals survive restarts.
+    """Makes the row of metrics of each step. Each rank has its own meter, whose totals survive
+    restarts.
 
-    Rows differ between ranks only in metrics for which the table of metrics uses rank 0's value.
+    All ranks get equal rows, except for metrics that the table of metrics takes from rank 0.
     """
 
     state_of = MAIN  # ranks measure their own times

@@ -100,9 +100,9 @@ class Run:
     def stateful_parts(self) -> dict[str, Stateful]:
         """Return everything that is saved, loaded and rolled back, by name.
 
-        State must be equal on all ranks, which each save checks, unless the class sets `state_of`
-        (`trainer.runtime.progress`) or `is_sharded`. If a checkpoint lacks a part, the part keeps
-        its initial state.
+        Unless its class sets `state_of` (`trainer.runtime.progress`) or `is_sharded`, the state of
+        a part must be equal on all ranks; each save checks this. If a checkpoint lacks a part, the
+        part keeps its initial state.
         """
         return {
             "model": ModelShards(self.model),

@@ -129,7 +129,8 @@ def sums_in_vllm(export: Path, samples: Samples, *, python: str) -> tuple[np.nda
 def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str, Any]:
     """Run `vllm_engine.py` in the interpreter `python` on an export, and return its answer.
 
-    `asked` holds the job's own fields. Raises `ConfigError` with the end of the log if it fails.
+    `asked` holds the other fields of the job. Raises `ConfigError` with the end of the log if it
+    fails.
     """
     model, rank = model_of(export)
     if rank and read_object(export / PEFT_CONFIG).get("modules_to_save"):

@@ -31,7 +31,7 @@ Turns = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Question:
-    """A row of a file as a question.
+    """A question that was read from one row of a file.
 
     `expected` is the value in the row's answer column; if the row has none, it is the assistant
     turn that follows the question. `place` is `file:line`.

@@ -70,8 +70,8 @@ def prepare_in_time(trainer: TrainerConfig, storage: Storage) -> None:
 def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) -> int:
     """Upload until `ending` is set and everything is uploaded, or until the last attempt fails.
 
-    Returns the exit code. A silent storage ends the process, because there is no other way to stop
-    a library call. The launcher then starts the process again.
+    Returns the exit code. If the storage stops responding, the process exits, because it cannot
+    interrupt a library call in any other way. The launcher then starts the process again.
     """
 
     def record(event: Event) -> None:

@@ -71,7 +71,7 @@ def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
         raise ConfigError(f"{error}.\nFix: grant access, or train without {KEY}") from error
     else:
         raise ResumableError(
-            f"{error}; this machine has no checkpoint, and the mirror may have one.\n"
+            f"{error}; this machine has no checkpoint, but the mirror may have one.\n"
             f"Fix: try again, or train without {KEY}"
         ) from error
 
@@ -115,7 +115,7 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Non
         raise choice.cannot_use(run_dir, error) from error
     raise NoUsableCheckpointError(
         "\n  ".join([f"'{storage.url}' holds checkpoints, but none to continue from:", *problems])
-        + f"\nFix: restore one, or start over with a new trainer.experiment_name and {KEY}"
+        + f"\nFix: repair one of them in the mirror, or start over with a new trainer.experiment_name and {KEY}"
     )
 
 
@@ -169,7 +169,7 @@ def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> No
         except (_DamagedError, tarfile.TarError, OSError, EOFError, zlib.error) as error:
             if is_last:
                 logger.warning(
-                    "%s cannot be read (%s): logs and trackers start over, the state is complete",
+                    "%s cannot be read (%s): logs and trackers start over; the training state was restored",
                     *(RUN_FILES, error),
                 )
         finally:

@@ -80,8 +80,8 @@ class Uploader:
         """Bring the mirror up to date.
 
         Raises `StorageError`, `OSError` for a fault in the run directory, or `ConfigError` if the
-        mirror belongs to a different run. The start cannot detect this if the storage was
-        unreachable.
+        mirror belongs to a different run. A run checks the latter at its start, unless the storage
+        was unreachable then.
         """
         state = self._local_state()
         try:
@@ -191,7 +191,7 @@ class Uploader:
             if sizes.get(name) != record.size_bytes:
                 self._sent.discard(record.path)
                 raise StorageError(
-                    f"{name} has {sizes.get(name, 0)} bytes in the storage, but {record.size_bytes} were sent"
+                    f"{name} has {sizes.get(name, 0)} bytes in storage, but {record.size_bytes} were sent"
                 )
 
     def _rotate(self, held: MirrorState, pointer: int) -> list[int]:

@@ -27,9 +27,7 @@ def memory_and_disk(launch: Launch) -> Iterator[Checked]:
     total_bytes = memory.host_memory_bytes()
     if launch.num_gpus and host_bytes > total_bytes:
         what = f"the run needs {readable(host_bytes)} of host memory, and this machine has {readable(total_bytes)}"
-        yield Checked(
-            "fail", what, "trainer.checkpoint.async_save=false, or more ranks on more machines"
-        )
+        yield Checked("fail", what, "set trainer.checkpoint.async_save=false, or use more machines")
     yield check_disk(config, plan)
 
 

@@ -14,8 +14,8 @@ from trainer.tools.plan.memory import MemoryPlan
 class DiskPlan:
     """Disk space that a run needs.
 
-    `export_bytes` is included in `checkpoint_bytes`. `num_checkpoints` is the largest number that
-    exist at a time, or None if a run of unknown length keeps all.
+    `export_bytes` is included in `checkpoint_bytes`. `num_checkpoints` is the largest number of
+    checkpoints that exist at once, or None if all are kept and the run's length is unknown.
     """
 
     checkpoint_bytes: int

@@ -120,15 +120,19 @@ class AnalysedRun:
 
     @cached_property
     def options(self) -> Mapping[str, str]:
-        """Purpose -> name of the option in the framework that wrote the log."""
+        """Purpose (such as "lr" or "clip") -> name of the option in the framework that wrote the
+        log.
+        """
         return options_of(self.log.source)
 
     def setting(self, purpose: str) -> Any:
-        """Return the value of the option for a purpose; None if the configuration lacks it."""
+        """Return the value of the option that serves `purpose`; None if the configuration lacks it."""
         return self.config(*OPTIONS[purpose])
 
     def amount(self, purpose: str) -> float | None:
-        """Return the value of the option for a purpose if it is a positive number, else None."""
+        """Return the value of the option that serves `purpose` if it is a positive number, else
+        None.
+        """
         value = self.setting(purpose)
         return value if isinstance(value, int | float) and value > 0 else None
 
@@ -253,7 +257,7 @@ DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
 
 
 def _source(role: str) -> str:
-    """Return the logged role from which a role is derived."""
+    """Return the role of the logged metric from which `role` is computed."""
     return DERIVED[role][0] if role in DERIVED else role
 
 

@@ -191,7 +191,7 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
     rows = run.log.hardest_by_step.get(peak.peak_step, ())
     named = listed(f"{place} ({number(loss)})" for place, loss in rows[:NUM_ROWS])
     yield warn(
-        f"{counted(len(spikes), 'loss spike')}, the furthest {number(peak.peak_value)} at step "
+        f"{counted(len(spikes), 'loss spike')}, the largest {number(peak.peak_value)} at step "
         f"{peak.peak_step}; the usual loss is {number(np.median(losses.values))}.",
         steps=_span(spikes),
         evidence=[
@@ -247,8 +247,8 @@ def explosions(run: AnalysedRun, norms: Series) -> Findings:
     is_unclipped = run.is_configured and not run.setting("clip")
     if is_unclipped or peak.peak_value > EXPLOSION * usual:
         yield warn(
-            f"Gradient explosions: up to {number(peak.peak_value)} at step {peak.peak_step}; "
-            f"{number(usual)} is usual.",
+            f"Gradient explosions: the norm reached {number(peak.peak_value)} at step "
+            f"{peak.peak_step}; the usual norm is {number(usual)}.",
             steps=_span(bursts),
             evidence=[
                 f"{counted(len(bursts), 'burst')}: {listed(interval(a.steps) for a in bursts)}",

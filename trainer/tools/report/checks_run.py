@@ -86,7 +86,7 @@ def completeness(run: AnalysedRun) -> Findings:
 
 @finding("run_complete")
 def ending(run: AnalysedRun) -> Findings:
-    """Find a last attempt that ended with an error."""
+    """Check whether the last attempt ended with an error."""
     log = run.log
     if log.exit_code is None:
         raise NotJudged("the log has no end event")

@@ -49,7 +49,8 @@ class Criterion:
 def _val_losses(run: AnalysedRun, *, least: int = MIN_EVALS) -> Series:
     """Return the validation losses.
 
-    Raises `NotJudged` for fewer than `least`, and for a policy, whose loss is noise around 0.
+    Raises `NotJudged` if there are fewer than `least` of them, or if the run trains a policy, whose
+    loss is noise around 0.
     """
     val = run.get("val_loss", least=least)
     lowest = np.concatenate([val.values, run.find("loss").values]).min()

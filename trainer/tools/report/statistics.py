@@ -50,8 +50,8 @@ def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
 def epoch_means(series: Series, epochs: Series) -> Series:
     """Return the mean over each epoch, at the epoch's last step.
 
-    `epochs` maps a step to the number of epochs so far: it counts up from 0 with fractions, as
-    trackers log it. A step with a whole number is the last one of its epoch.
+    `epochs` maps a step to the number of completed epochs, with fractions, as trackers log it.
+    Where it is a whole number, the step is the last of its epoch.
     """
     numbers = np.ceil(np.interp(series.steps, epochs.steps, epochs.values) - 1e-9)
     firsts = np.flatnonzero(np.diff(numbers, prepend=-1.0))

@@ -40,7 +40,7 @@ def check_training(runs: Runs) -> Checked:
 def check_ranks(runs: Runs) -> Checked:
     """Compare the steps on one rank with those on all ranks."""
     if runs.num_ranks == 1:
-        return Checked("skip", "one rank has nothing to compare with: give a number of ranks")
+        return Checked("skip", "there is only one rank: give a number of ranks above 1")
     try:
         alone = runs.train("one_rank", num_ranks=1, until=NUM_COMPARED)
     except RunFailedError as error:
@@ -61,7 +61,7 @@ def check_packing(runs: Runs) -> Checked:
 
 
 def _same_steps(runs: Runs, other: ShortRun, what: str, fix: str) -> Checked:
-    """Compare the first steps of another run with those of the straight one."""
+    """Compare the first steps of another run with those of the uninterrupted run."""
     found = _differences(runs.straight, other)
     allowed = dict(TOLERANCES)
     if runs.config.model.fsdp_config.param_dtype != "float32":
@@ -92,7 +92,7 @@ def check_resume(runs: Runs) -> Checked:
     run, saved_before, resumed_from = killed
     if resumed_from < saved_before:
         what = f"step {saved_before} was saved, but the killed run resumed from {resumed_from}"
-        return Checked("fail", what, "use a different file system for TMPDIR and the run directory")
+        return Checked("fail", what, "move TMPDIR to another file system")
     straight = runs.straight.run_dir
     found = compare_runs(straight, run.run_dir, steps=NUM_STEPS)
     if not found.differences:

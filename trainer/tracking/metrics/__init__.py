@@ -46,10 +46,10 @@ def put(key: str, value: SupportsFloat) -> None:
     if metric is not None and metric.over_ranks in COMBINED:
         if key not in METRICS:
             raise ValueError(
-                f"metric '{key}' cannot be combined over ranks: its only entry is '{metric.key}', "
-                f"so other ranks may not know the key.\n"
-                f"Fix: add '{key}' to trainer.tracking.metrics.METRICS on every rank before the "
-                f"run is built"
+                f"metric '{key}' cannot be combined over ranks: the table has only '{metric.key}', "
+                f"so other ranks may not have this key.\n"
+                f"Fix: add '{key}' to trainer.tracking.metrics.METRICS on every rank before you "
+                f"create the run"
             )
         _travelling[key] = value
         return

@@ -1,7 +1,7 @@
 """The table of metrics that this trainer logs, and a table of other trainers' metrics.
 
-The order of entries is that of the parts of a console line and of the columns in the histories.
-`words.Metric` explains the fields.
+Console lines and history files show metrics in the order of these entries. `words.Metric` explains
+the fields.
 """
 
 from collections.abc import Mapping

@@ -24,8 +24,8 @@ MIN_DELTA = 0.002
 def judge_validations(val_losses: Sequence[float], train_losses: Sequence[float]) -> list[str]:
     """Return a verdict for each validation: "ok", "note" or "overfit".
 
-    "note": the loss is clearly above the best so far. "overfit": in addition, it is far above, or
-    the previous validation was noted too, while the training loss still falls.
+    "note": the loss is clearly above the best so far. "overfit": the training loss still falls, and
+    the validation loss is far above the best, or clearly above it for the second time in a row.
 
     `train_losses` holds the level of the training loss around each validation. If the training loss
     at this or the next validation is not below its level at the best validation, the run has become

@@ -72,7 +72,7 @@ class Usual:
 
     @property
     def level(self) -> float:
-        """The centre in the signal's unit."""
+        """The centre of the window, in the signal's unit."""
         return self.at(0)
 
     def at(self, z: float) -> float:
