@@ -169,6 +169,7 @@ def _state(steps: NDArray[np.int64]) -> dict[str, Values]:
 
 
 OUR_CONFIG: Mapping[str, Any] = {
+    "model.partial_pretrain": "Qwen/Qwen3-8B",
     "optim.lr": 1e-5,
     "optim.clip_grad": 1.0,
     "optim.lr_scheduler": "cosine",

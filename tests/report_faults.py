@@ -164,6 +164,7 @@ CHANGES: dict[str, dict[str, Change]] = {
         "reward_hacking": _format_hacking,
         "adv_shape": put("train/adv_std", slice(None), 0.01),
         "entropy_collapse": times("train/entropy", np.linspace(1, 0.05, 1200)),
+        "entropy_rise": times("train/entropy", np.geomspace(1, 10, 1200)),
         "reward_clip": put("critic/reward_clip_frac", slice(None), 0.5),
         "value_network": _value_network,
     },

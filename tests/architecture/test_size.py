@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 176_400, "tests": 251_400}
+MAX_TOKENS = {"trainer": 177_200, "tests": 253_000}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

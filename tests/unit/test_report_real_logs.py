@@ -68,9 +68,8 @@ def test_the_schedule_is_told_without_the_fault(name):
 @pytest.mark.parametrize("name", HEALTHY)
 def test_of_a_healthy_run_only_the_untrained_weights_are_remarked(name):
     report = report_of(name)
-    assert {f.rule for f in report.findings if f.level in ("fail", "warn")} == {
-        "loss_start_high"
-    }, report.findings
+    assert not [f for f in report.findings if f.level in ("fail", "warn")], report.findings
+    assert "loss_start_high" in {f.rule for f in report.findings if f.level == "note"}
     assert not report.anomalies
 
 

@@ -166,5 +166,5 @@ def agent_command(
 
 
 if __name__ == "__main__":
-    keep_streams_safe(says_so=False)  # the rank that writes most reports a broken stdout
+    keep_streams_safe(reports_loss=False)  # the rank that writes most reports a broken stdout
     sys.exit(main(sys.argv[1:], is_program=True))

@@ -62,5 +62,5 @@ def run_agent(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    keep_streams_safe(says_so=False)
+    keep_streams_safe(reports_loss=False)
     sys.exit(run_agent(sys.argv[1:]))

@@ -25,9 +25,9 @@ class SafeStream:
     processes too.
     """
 
-    def __init__(self, stream: IO[str], *, says_so: bool) -> None:
+    def __init__(self, stream: IO[str], *, reports_loss: bool) -> None:
         self._stream = stream
-        self._says_so = says_so
+        self._reports_loss = reports_loss
 
     def write(self, text: str) -> int:
         try:
@@ -46,7 +46,7 @@ class SafeStream:
         with open(os.devnull, "wb") as null:
             os.dup2(null.fileno(), self._stream.fileno())
         self._stream.flush()  # drops the buffered text
-        if self._says_so:
+        if self._reports_loss:
             say(f"stdout can no longer be written ({error.strerror}): its output is discarded\n")
 
     def __getattr__(self, name: str) -> Any:
@@ -60,11 +60,11 @@ def escape_unprintable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def keep_streams_safe(*, says_so: bool = True) -> None:
+def keep_streams_safe(*, reports_loss: bool = True) -> None:
     """Make broken standard streams harmless and open closed ones on /dev/null.
 
     Call this first in a process: a file that is opened earlier could get the free descriptor and
-    receive output meant for the terminal. With `says_so`, stderr reports the loss of stdout.
+    receive output meant for the terminal. `reports_loss`: a message on stderr reports that stdout was lost.
     """
     escape_unprintable()
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -75,7 +75,7 @@ def keep_streams_safe(*, says_so: bool = True) -> None:
             os.set_inheritable(number, True)
         stream = getattr(sys, name) or open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
         if number:
-            stream = SafeStream(stream, says_so=says_so and name == "stdout")
+            stream = SafeStream(stream, reports_loss=reports_loss and name == "stdout")
         setattr(sys, name, stream)
 
 

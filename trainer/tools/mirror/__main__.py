@@ -126,7 +126,7 @@ def _record(trainer: TrainerConfig, event: Event) -> None:
 
 
 if __name__ == "__main__":
-    log.keep_streams_safe(says_so=False)
+    log.keep_streams_safe(reports_loss=False)
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

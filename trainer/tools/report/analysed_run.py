@@ -214,7 +214,7 @@ def _relative_time(run: AnalysedRun, times: Series) -> Series:
     """
     relative = _over_median(_ordinary(run, times))
     is_slow = relative.values > 2
-    return relative if period(relative.steps[is_slow]) is None else relative[~is_slow]
+    return relative if period(relative, is_slow) is None else relative[~is_slow]
 
 
 def _over(series: Series, usual: object) -> Series:

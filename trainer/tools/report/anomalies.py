@@ -107,7 +107,7 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
         if group == "loss" and not is_generating:
             known = known[known.values != 0]  # a batch without label tokens has no level
         if group is not None and len(known) >= MIN_POINTS:
-            witnesses.append(_witness(key, group, known))
+            witnesses.append(_witness(key, group, known, is_generating=is_generating))
     if not witnesses:
         return ()
     grid = max((witness.series.steps for witness in witnesses), key=len)
@@ -122,7 +122,7 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
     return tuple(one for one in found if not (has_gradient and _is_hard_batch(one)))
 
 
-def _witness(key: str, group: str, series: Series) -> Witness:
+def _witness(key: str, group: str, series: Series, *, is_generating: bool) -> Witness:
     """Measure how far each point of a metric is from its usual level."""
     is_log = group in (*EFFECTS, "length") and bool(series.values.min() > 0)
     values = np.log(series.values) if is_log else series.values
@@ -139,7 +139,10 @@ def _witness(key: str, group: str, series: Series) -> Witness:
         score, ratio, rise = EFFECTS[group]
         if is_log:
             is_far = (z > score) & (values - levels > math.log(ratio))
-            is_far &= series.values - np.exp(levels) > rise
+            usual = np.exp(levels)
+            # a policy's loss is noise around 0; a low loss of other models is a level
+            least_rise = rise if is_generating else np.minimum(rise, usual)
+            is_far &= series.values - usual > least_rise
         else:
             is_far = (np.abs(z) > score) & (np.abs(values - levels) > POLICY_RISE)
     return Witness(key, group, series, is_log, values, z, levels, spread, is_far)

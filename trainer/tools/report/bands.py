@@ -22,6 +22,7 @@ grad_vanish           | grad 20            | 0.001..   | warn  |            | va
 data_bound            | data_share         | ..0.3     | fail  |            | slow_data | The share of data loading
 data_bound            | data_share         | ..0.1     | warn  |            | slow_data | The share of data loading
 time_high             | ordinary_time      | ..30      | warn  | sft        | slow | A step's time in seconds
+time_high:while       | time_ratio 10      | ..2       | warn  |            | stalls | Step time relative to usual
 time_high:stalls      | time_ratio 1       | ..6       | warn  |            | stalls | Step time relative to usual
 gpu_util              | warm_gpu_util mean | 80..      | warn  |            | idle | The use of the devices in %
 memory:headroom       | reserved_share 1   | ..0.95    | warn  |            | headroom | The share of memory in use
@@ -55,6 +56,7 @@ clip_ratio            | clip_ratio         | 0.1..0.3  | note  |            | un
 adv_shape:std         | equal_groups       | ..0.9     | warn  |            | equal | The share of equal groups
 adv_shape:std         | adv_std            | 0.05..    | fail  |            | equal | The spread of advantages
 adv_shape:std         | reward_std_ratio   | 0.05..    | fail  |            | equal | The relative spread of rewards
+adv_shape:std         | adv_max            | 0.001..   | fail  |            | equal | The largest advantage
 adv_shape:std         | adv_std            | 0.5..2    | warn  |            | one | The spread of advantages
 adv_shape:mean        | adv_mean           | -0.1..0.1 | warn  |            | groups | The mean of advantages
 reward_clip           | reward_clip        | ..0.4     | warn  |            | narrow | The share of clipped rewards
@@ -77,6 +79,8 @@ budget:latency_rising | latency            | 1    | warn  | controller      | pe
 loss_diverging:epochs | loss 11            | 1    | fail  | controller      | diverges | the loss rises: stop the run
 grad_vanish           | grad               | -100 | warn  |                 | vanished | the gradient vanishes
 entropy_collapse      | entropy            | -8   | warn  |                 | explores | the policy stops exploring
+entropy_rise          | entropy            | 4    | warn  |                 | random | the policy's texts turn random
+grad_high:rise        | grad               | 10   | warn  |                 | unstable | the gradient explodes
 value_network:loss    | value_loss         | 10   | warn  |                 | values | the value network fails
 value_network:error   | value_error        | 10   | warn  |                 | values | the value network fails
 length_shift          | mean_length sudden | 1.4  | warn  | grpo            | endless | answers grow
@@ -97,6 +101,9 @@ time_growth:start     | ordinary_time 8 start | 0.1 | note |        | slower | S
 memory:leak           | rss 500 late       | 0.03 | warn  |         | kept   | Host memory grows
 memory:leak           | allocated 500 late | 0.03 | warn  |         | kept   | Device memory grows
 memory:leak           | reserved 500 late  | 0.05 | warn  |         | kept   | Device memory grows
+memory:leak           | rss 100 late       | 0.2  | warn  |         | kept   | Host memory grows
+memory:leak           | allocated 100 late | 0.2  | warn  |         | kept   | Device memory grows
+memory:leak           | reserved 100 late  | 0.2  | warn  |         | kept   | Device memory grows
 """
 """The column `by` holds the share by which a metric must grow steadily. A number after the metric
 is the smallest number of steps to judge. `start` selects only the first steps. `late` selects the
@@ -234,6 +241,11 @@ REASONS: dict[str, tuple[str, ...]] = {
         "Sampling has become unstable, or a reward function gives extreme values.",
         "Read answers from after that step with their rewards.",
         "larger_group",
+    ),
+    "random": (
+        "Updates are too large, or a bonus for entropy outweighs the reward.",
+        "lower_rate",
+        "stronger_kl",
     ),
     "explores": (
         "The reward pulls too hard, or the sampling temperature is too low.",

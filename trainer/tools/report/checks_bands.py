@@ -12,7 +12,7 @@ from trainer.tools.report.checks import START_STEPS, Check, Findings, finding_of
 from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Finding
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.shapes import began, beyond, shift
+from trainer.tools.report.shapes import Move, began, beyond, shift
 from trainer.tools.report.statistics import is_rising, slope, within
 
 NUM_ENDS = 10
@@ -22,6 +22,10 @@ LEAST_PART = 4
 LEVELS: dict[str, Callable[..., Any]] = {"mean": np.mean, "max": np.max}
 GROWTH_P = 0.01
 """Growth raises an alarm only if its p-value is below this."""
+FEW_CUT_OFF = 0.1
+"""Share of answers that reach the cap, below which the longest answer says nothing."""
+LONG_SHARE = 0.2
+"""A result that was better for this share of the points has improved, even if it fell again."""
 NUM_SUDDEN = 5
 """A move is sudden if it takes at most this many points."""
 
@@ -65,6 +69,8 @@ def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
     if found is None or len(part) < row.width:
         return
     level = float(of(found.values))
+    if row.level == "warn" and row.id in EXCUSES and (excuse := EXCUSES[row.id](run, level)):
+        raise NotJudged(excuse)
     where = "" if is_whole else f" from step {found.ends[0]} on"
     if row.width == 1:
         peak = np.argmax(part.values)
@@ -78,6 +84,34 @@ def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
     yield _finding(row, run, title, steps=found.ends, value=level, threshold=limit)
 
 
+def _may_be_untrained(run: AnalysedRun, _: float) -> str:
+    model = run.config("partial_pretrain", "model_name_or_path", "model.path")
+    return "" if model else "the model is not known, so its weights may have been random"
+
+
+def _has_generalised(run: AnalysedRun, level: float) -> str:
+    held_out = run.find("val_loss")
+    is_low = bool(held_out) and held_out.values[-1] < 2 * level
+    return "the validation loss is as low, so nothing was memorized" if is_low else ""
+
+
+def _few_are_cut(run: AnalysedRun, _: float) -> str:
+    """In a large batch, the longest answer often reaches the cap while few answers do."""
+    shares = run.find("clipped_ratio")
+    are_few = bool(shares) and np.median(shares.values) < FEW_CUT_OFF
+    return "few answers are cut off" if are_few else ""
+
+
+EXCUSES: dict[str, Callable[[AnalysedRun, float], str]] = {
+    "loss_start_high": _may_be_untrained,
+    "loss_final": _has_generalised,
+    "clipped_ratio:cap": _few_are_cut,
+}
+"""Id of a band -> a function of the run and of the level outside the band. It returns the reason
+why the level is no warning, or "".
+"""
+
+
 def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
     """Find the move that a row of `MOVES` describes."""
     points = run.levels(row.role)
@@ -87,11 +121,24 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
         return
     if "sudden" in row.options and not _is_sudden(points, found.steps[0], abs(factor)):
         return
+    if row.role == "ordinary_time" and _answers_grew(run, found):
+        return
     title = (
         f"{run.name(row.role)} went from {number(found.before)} to {number(found.after)} after "
         f"step {found.at}: {row.what}."
     )
     yield _finding(row, run, title, steps=(found.at, found.steps[1]), value=found.after)
+
+
+def _answers_grew(run: AnalysedRun, slower: Move) -> bool:
+    """Return whether answers got longer by at least half as much, in logarithms, as steps did."""
+    lengths = run.find("mean_length")
+    before = within(lengths, 0, slower.at).values
+    after = within(lengths, *slower.steps).values
+    if not len(before) or not len(after):
+        return False
+    growth = np.median(after) / max(np.median(before), 1.0)
+    return bool(growth**2 >= slower.after / slower.before)
 
 
 def _grows(row: Row, run: AnalysedRun, _: Series) -> Findings:
@@ -102,6 +149,8 @@ def _grows(row: Row, run: AnalysedRun, _: Series) -> Findings:
     late = points[len(points) // 2 :] if "late" in row.options else points
     course = slope(late)
     is_growing = course.p_value < GROWTH_P and course.relative_change > float(row.range)
+    if row.role == "ordinary_time":  # longer answers take longer
+        is_growing &= slope(run.find("mean_length")).relative_change < course.relative_change / 2
     if is_growing and points.ends[1] >= row.width:
         title = f"{row.what}, by {course.relative_change:.1%} to {number(late.values[-1])}."
         yield _finding(row, run, title, steps=(began(points), points.ends[1]))
@@ -110,7 +159,10 @@ def _grows(row: Row, run: AnalysedRun, _: Series) -> Findings:
 def _stays(row: Row, run: AnalysedRun, _: Series) -> Findings:
     """Find a result that never improves: it has no rising trend and no rise to a plateau."""
     points = run.levels(row.role)
-    if len(points) >= row.width and not is_rising(points) and shift(points, sign=1) is None:
+    rise = shift(points, sign=1)
+    is_long = rise is not None and len(within(points, *rise.steps)) > LONG_SHARE * len(points)
+    has_risen = is_rising(points) or is_long
+    if len(points) >= row.width and not has_risen:
         title = f"{row.what} does not rise; its level is {number(np.median(points.values))}."
         yield _finding(row, run, title, steps=points.ends)
 

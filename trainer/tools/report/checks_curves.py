@@ -12,7 +12,15 @@ from trainer.tools.report.learning_rate import learning_rate, raised_rates, sche
 from trainer.tools.report.result import Anomaly
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import Move, beyond, shift
-from trainer.tools.report.statistics import bins, is_falling, is_rising, noise, slope, within
+from trainer.tools.report.statistics import (
+    bins,
+    is_falling,
+    is_rising,
+    noise,
+    runs,
+    slope,
+    within,
+)
 from trainer.tools.report.words import how_common, moved_along, why_recovered
 
 NUM_STRETCHES = 20
@@ -33,6 +41,8 @@ LEAST_RISE = 0.1
 """A loss diverges if its present level is this many times its best level and this many nats above
 it.
 """
+LOW_LOSS = 0.02
+"""A loss below `LEAST_RISE` diverges if it doubles, but at least by this many nats."""
 POLICY_RISE = 0.5
 """The rise at which a loss that changes its sign diverges. Such a loss can rise because it contains
 a growing KL penalty.
@@ -44,6 +54,8 @@ POLICY_SWING = 2.0
 """A loss swings violently if it changes by this share of itself from point to point. A policy's
 loss does so if its size exceeds the second value.
 """
+ZERO_SHARE = 0.05
+"""A learning rate may be 0 in at most this share of the points: a schedule ends at 0."""
 JITTER = 0.1
 """Noise above this share of the loss is mentioned."""
 
@@ -125,7 +137,9 @@ def rise_of(losses: Series) -> Move | None:
     last_early = losses.steps[min(NUM_EARLY, len(losses) // 4) - 1]
     for width in (NUM_FEW, recent):
         rise = shift(losses, sign=1, ratio=ratio, sigma=sigma, share=part, width=width)
-        if rise is None or rise.after - rise.before < least:
+        if rise is None:
+            continue
+        if rise.after - rise.before < min(least, max(rise.before, LOW_LOSS)):
             continue
         lasts = len(within(losses, *rise.steps)) >= recent
         if not rise.is_lasting:  # a smaller rise that passes can occur by chance
@@ -306,6 +320,44 @@ def warmup(run: AnalysedRun, rates: Series) -> Findings:
         )
     elif not learning_rate(rates, (), run.total_steps).warmup_steps:
         raise NotJudged("there was no warm-up")
+
+
+@finding("lr_schedule", "lr", least=NUM_STRETCHES)
+def without_rate(run: AnalysedRun, rates: Series) -> Findings:
+    """Find a learning rate that is 0 for long, and a warm-up that does not end."""
+    begins, ends = runs(rates.values <= 0)
+    longest = int(np.argmax(ends - begins)) if len(begins) else 0
+    zeros = rates[begins[longest] : ends[longest]] if len(begins) else rates[:0]
+    remedy = ("Check the number of steps of the schedule, {warmup}, and how a resume restores it.",)
+    # some logs print a rate with few digits: a run that learns has a rate
+    learns = is_falling(run.find("loss")) or is_rising(run.find("reward"))
+    is_rounded = learns and len(zeros) == len(rates)
+    if len(zeros) and begins[longest]:
+        last_rate = rates.values[begins[longest] - 1]
+        is_rounded |= len(zeros) < 0.2 * len(rates) and last_rate < 0.1 * rates.values.max()
+    if len(zeros) > ZERO_SHARE * len(rates) and not is_rounded:
+        yield warn(
+            f"The learning rate is 0 from step {zeros.ends[0]} to {zeros.ends[1]}: these steps "
+            f"train nothing.",
+            id="zero",
+            steps=zeros.ends,
+            cause="The schedule is shorter than the run, or was restored incorrectly.",
+            remedy=remedy,
+        )
+    elif (
+        run.log.total_steps
+        and run.last_step > run.log.total_steps / 2
+        and np.all(np.diff(rates.values) >= 0)
+        and rates.values[-1] > 1.5 * np.median(rates.values)
+    ):
+        yield warn(
+            f"The learning rate still rises at step {run.last_step} of {run.log.total_steps}.",
+            id="rising",
+            steps=rates.ends,
+            cause="The warm-up takes more steps than the run, or the schedule is not the "
+            "configured one.",
+            remedy=remedy,
+        )
 
 
 @finding("lr_too_high", "lr")

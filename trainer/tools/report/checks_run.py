@@ -79,6 +79,7 @@ def completeness(run: AnalysedRun) -> Findings:
         why = f", as it was stopped early: {stops[-1]}"
     yield (info if why else warn)(
         f"The run has {run.last_step} of {planned} steps ({run.last_step / planned:.1%}){why}.",
+        steps=(run.last_step, run.last_step),
         cause="" if why else "It was stopped, or it died.",
         remedy=() if why else ("Start the same command again: it resumes.",),
     )

@@ -80,10 +80,12 @@ def _bottleneck(shares: dict[str, float]) -> str:
 def regular_tasks(run: AnalysedRun, times: Series) -> Findings:
     """Find longer steps that save or validate, or that occur at regular intervals."""
     late = times[NUM_COMPILE:]
-    slow = late.steps[late.values > 1.5 * np.median(times.values)]
+    is_slow = late.values > 1.5 * np.median(times.values)
+    slow = late.steps[is_slow]
+    every = period(late, is_slow)
     is_work = np.count_nonzero(run.is_busy(slow)) >= 3
-    if is_work or period(slow):
-        cadence = "where the run saves or validates" if is_work else f"every {period(slow)} steps"
+    if is_work or every:
+        cadence = "where the run saves or validates" if is_work else f"every {every} steps"
         yield info(f"Steps are longer {cadence}: that is normal.", steps=(slow[0], slow[-1]))
 
 

@@ -25,8 +25,8 @@ CHECKS: tuple[Check, ...] = (
 )
 TRAINING = """
     serving oom_nccl truncation:empty restarts lr_schedule adv_shape value_network kl
-    clipped_ratio length_shift entropy_collapse reward_hacking loss_zero not_learning
-    loss_nonfinite loss_diverging loss_oscillating grad_high:sustained grad_vanish
+    clipped_ratio length_shift entropy reward_hacking loss_zero not_learning
+    loss_nonfinite loss_diverging loss_oscillating grad_high:rise grad_high:sustained grad_vanish
     overfit val_rising reward_trend accuracy:collapse accuracy val_results budget:rising budget
     val_leak
 """
@@ -108,11 +108,15 @@ def _explains(cause: Finding, effect: Finding, slack: int) -> bool:
     """Return whether one fault in `TRAINING` can cause another.
 
     The cause comes earlier in `CHAIN`, and lasts when the effect begins, give or take `slack`
-    steps.
+    steps. A gradient that rises with the loss is an effect, but one that rises before it is a
+    cause.
     """
     first, last = cause.steps or (0, 0)
-    is_known = _rank(cause) < _rank(effect) < ENDS[0]
-    return is_known and first - slack <= _begin(effect) <= last + slack
+    begin = _begin(effect)
+    is_first = cause.id == "grad_high:rise" and first + slack < begin
+    is_known = is_first or _rank(cause) < _rank(effect)
+    is_training = max(_rank(cause), _rank(effect)) < ENDS[0]
+    return is_known and is_training and first - slack <= begin <= last + slack
 
 
 def checklist(

@@ -49,7 +49,8 @@ def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
         highest = float(values[:start].max())
         is_return = level < 0.12 * highest and 0.7 * highest < values[start] < 1.05 * highest
         is_warmup = values[start] - level < 0.05 * highest
-        if (is_return or is_warmup) and not falls_back:
+        is_restart = level < 0.01 * highest and values[start] < 1.05 * highest
+        if is_restart or ((is_return or is_warmup) and not falls_back):
             continue  # the end of a dip, or a restart of the schedule
         stop = stop if falls_back else len(values)
         peak = float(values[start:stop].max())

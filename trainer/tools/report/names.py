@@ -41,7 +41,7 @@ gpu_util        system/gpu_util
 reserved_share  memory/max_reserved_frac memory/reserved_frac
                 memory/<infix>/end/onload/max_reserved_frac/<device>
 rss             memory/cpu/rss_gib memory/cpu/<infix>/end/rss
-allocated       memory/allocated_gib
+allocated       memory/allocated_gib memory/max_allocated_gib
 reserved        memory/max_reserved_gib
 alloc_retries   memory/alloc_retries
 ooms            memory/ooms
@@ -53,7 +53,8 @@ update_kl       actor/approxkl actor/policykl
 reward          reward train/reward train/reward_total_mean train/reward_mean reward_mean
                 critic/score/mean critic/rewards/mean
 format          rewards/Format/mean train/reward_format_mean train/tag_count_reward_mean
-correct         train/reward_correct_mean rewards/accuracy/mean rewards/AnswerMatchCosine/mean
+correct         train/reward_correct_mean rewards/accuracy/mean rewards/accuracy_reward/mean
+                rewards/AnswerMatchCosine/mean
 accuracy        train/accuracy_mean accuracy_mean train/accuracy
 latency         train/latency_mean latency_mean
 violation       train/budget_violation_rate budget_violation_rate
@@ -68,6 +69,7 @@ value_error     critic/error
 entropy         train/entropy entropy critic/entropy/mean actor/entropy
 adv_mean        train/adv_mean critic/advantages/mean
 adv_std         train/adv_std
+adv_max         critic/advantages/max
 reward_std      reward_std train/reward_total_std
 equal_groups    frac_reward_zero_std
 reward_clip     critic/reward_clip_frac
@@ -81,7 +83,7 @@ train/loss        loss train_loss training_loss actor/total_loss actor/sft_loss 
                   loss/policy_avg
 train/lr          learning_rate train/learning_rate lr actor/lr sft_train/lr
 train/grad_norm   grad_norm gradient_norm train_grad_norm sft_train/grad_norm actor/grad_norm
-train/entropy     entropy policy/entropy_avg
+train/entropy     entropy entropy/mean policy/entropy_avg
 kl                objective/kl
 reward            objective/rlhf_reward
 tokens/response_length/mean  response_length/mean
@@ -89,7 +91,12 @@ tokens/response_length/max   response_length/max
 tokens/response_length/min   response_length/min
 completions/clipped_ratio    response_length/clip_ratio
 train/token_accuracy  token_acc mean_token_accuracy train/mean_token_accuracy
-train/time(s)         train/time_s train/time_s_ timing_s/step
+train/time(s)         train/time_s train/time_s_ timing_s/step step_time train/step_time
+                      perf/step_time time_per_step perf/time_per_step
+time/train/data_s     data_time train/data_time perf/data_time
+throughput/train/tokens_per_s  tokens_per_s tokens_per_sec tokens_per_second
+                               train/tokens_per_sec train/tokens_per_second
+                               train_tokens_per_second
 val/loss              val_loss valid_loss validation_loss
 val/token_accuracy    val/token_acc val/mean_token_accuracy
 progress/epoch        epoch train/epoch
@@ -97,7 +104,8 @@ progress/pct          percentage
 progress/elapsed_s    elapsed_time
 progress/eta_s        remaining_time
 progress/tokens       total_tokens num_tokens train/num_tokens
-memory/max_allocated_gib  perf/max_memory_allocated_gb
+memory/allocated_gib      gpu_mem_gb train/gpu_mem_gb perf/gpu_mem_gb
+memory/max_allocated_gib  perf/max_memory_allocated_gb train/max_memory_allocated_gb
 memory/max_reserved_gib   memory(GiB) perf/max_memory_reserved_gb
 memory/cpu/rss_gib        perf/cpu_memory_used_gb
 throughput/train/tokens_per_s_per_gpu  perf/throughput

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.statistics import Floats, Ints, noise, rolling, runs
+from trainer.tools.report.statistics import Floats, Ints, Mask, noise, rolling, runs
 from trainer.train.detection.window import spread
 
 NUM_WINDOWS = 20
@@ -29,6 +29,8 @@ BAND_SIGMA = 3
 """A level is beyond a band if it is this many standard deviations of a level outside."""
 MIN_COURSE = 8
 """Fewer points than this show a level but not a course."""
+MIN_SLACK_GAP = 5
+"""Regular gaps may differ by one point if they are at least this long."""
 ALMOST_ZERO = 1e-12
 """A step or bend that differs from a straight line by less than this share cannot be located."""
 TINY = np.finfo(float).tiny
@@ -221,10 +223,14 @@ def _windowed(values: Floats, width: int) -> tuple[Floats, Ints]:
     return rolling(values, width, stride), ((np.arange(len(values)) - width) // stride).clip(0)
 
 
-def period(steps: Ints) -> int | None:
-    """Return the usual distance between steps if nearly all are that far apart, else None."""
-    gaps = np.diff(steps)
+def period(series: Series, chosen: Mask) -> int | None:
+    """Return the usual distance in steps between the chosen points, if nearly all are that far
+    apart and not next to each other; else None.
+    """
+    gaps = np.diff(np.flatnonzero(chosen))
     if len(gaps) < 3:
         return None
     common = int(np.median(gaps))
-    return common if common > 1 and float((np.abs(gaps - common) <= 1).mean()) >= 0.8 else None
+    slack = 0 if common < MIN_SLACK_GAP else 1
+    is_regular = common > 1 and float((np.abs(gaps - common) <= slack).mean()) >= 0.8
+    return int(np.median(np.diff(series.steps[chosen]))) if is_regular else None

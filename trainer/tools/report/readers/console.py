@@ -11,6 +11,7 @@ VERL = re.compile(r"(?:^|[\s\r])step:(\d{1,15}) - (\S.*)")
 """`step:1 - train/loss:0.5 - …`"""
 ROLL = re.compile(r"metrics_tag: (\{.*)")
 """`metrics_tag: {"step": 1, "metrics": {…}}`"""
+TOTAL = re.compile(r"Total training steps: (\d{1,15})")
 METRIC = re.compile(r"(\S+):(?:[\w.]+\()?([^\s()]+)")
 """Matches a metric of verl. Its value may be printed as `np.float64(0.5)`."""
 
@@ -24,6 +25,8 @@ def read_console(path: Path, store: Store) -> None:
                 row = found if isinstance(found, dict) else {}
                 store.add(row.get("step"), row.get("metrics"))
                 store.facts["source"] = "roll"
+            elif match := TOTAL.search(line):
+                store.facts["total_steps"] = int(match[1])
             elif match := VERL.search(line):
                 store.add(match[1], dict(METRIC.findall(match[2])))
                 store.facts |= {"source": "verl", "notes": ("the console prints few digits",)}

@@ -1,0 +1,183 @@
+"""Faults and healthy runs as logs of other trainers show them: printed digits, other column names,
+small losses, long answers, steps that are logged in intervals.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from report_curves import changed, grpo_run, sft_run
+from report_faults import Change, both, healthy, put, serious, sft, times, told, validated
+
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.learning_rate import raised_rates
+from trainer.tools.report.readers import read_run
+from trainer.tools.report.run_log import RunLog, Series
+
+STEPS = np.arange(1, 2001)
+RNG = np.random.default_rng(3)
+
+
+def grpo(change: Change) -> RunLog:
+    return change(healthy("grpo"))
+
+
+def rates(values: Any) -> RunLog:
+    return changed(sft_run(0), **{"train/lr": values})
+
+
+def test_a_rate_of_zero_is_told_from_its_first_step():
+    found = serious(analyse(rates(np.where(STEPS < 1200, 1e-5, 0.0))))["lr_schedule:zero"]
+    assert found.steps == (1200, 2000)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(np.zeros(2000), id="printed with three decimals"),
+        pytest.param(np.round(1e-6 * (1 + np.cos(np.pi * STEPS / 2000)) / 2, 8), id="with eight"),
+        pytest.param(1e-5 * (1 - STEPS / 2000), id="linear to 0"),
+    ],
+)
+def test_a_rate_that_is_zero_in_print_only_is_not_told(values):
+    assert "lr_schedule:zero" not in told(analyse(rates(values)))
+
+
+def test_a_warm_up_that_does_not_end_is_told():
+    log = rates(1e-5 * STEPS / 2000)
+    assert "lr_schedule:rising" in serious(analyse(log))
+    assert "lr_schedule:rising" not in told(analyse(replace(log, total_steps=20_000)))
+
+
+def test_restarts_of_a_cosine_are_no_jump():
+    phases = (np.arange(0, 10_000, 50) % 2_500) / 2_500
+    values = 1e-5 * (1 + np.cos(np.pi * phases)) / 2 + 1e-10
+    assert not raised_rates(Series(np.arange(200), values * 0.7 ** (np.arange(200) // 50)))
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_gradient_that_stays_high_is_told_from_its_onset(kind):
+    log = healthy(kind)
+    num_steps = log.num_rows
+    factors = np.where(np.arange(num_steps) < num_steps // 2, 1.0, 300.0)
+    found = serious(analyse(times("train/grad_norm", factors)(log)))["grad_high:rise"]
+    onset = log.series["train/grad_norm"].steps[num_steps // 2]
+    assert found.steps is not None and abs(found.steps[0] - onset) <= 10
+
+
+def test_a_low_loss_is_memorized_only_if_the_validation_loss_is_higher():
+    low = times("train/loss", 0.05)
+    evals = np.linspace(0.08, 0.05, 20)
+    assert "loss_final" in serious(analyse(sft(low)))
+    assert "loss_final" not in serious(analyse(sft(both(low, validated(evals)))))
+
+
+@pytest.mark.parametrize("factor", [0.02, 1.0])
+def test_a_spike_is_judged_against_the_level_of_the_loss(factor):
+    change = both(times("train/loss", factor), put("train/loss", slice(1000, 1004), 5.0 * factor))
+    assert "loss_spike" in serious(analyse(sft(change)))
+
+
+def test_a_high_first_loss_warns_only_if_the_model_is_known():
+    log = sft(put("train/loss", slice(0, 10), 9.0))
+    assert told(analyse(log))["loss_start_high"].level == "warn"
+    assert told(analyse(replace(log, config={})))["loss_start_high"].level == "note"
+
+
+@pytest.mark.parametrize("share", [0.01, 0.25])
+def test_a_longest_answer_at_the_cap_warns_only_if_many_are_cut_off(share):
+    log = grpo(
+        both(
+            put("completions/max_length", slice(None), 1024.0),
+            put("completions/clipped_ratio", slice(None), share),
+        )
+    )
+    assert told(analyse(log))["clipped_ratio:cap"].level == ("warn" if share > 0.1 else "note")
+
+
+def test_steps_that_take_longer_because_answers_do_are_not_told():
+    growth = np.linspace(1, 1.8, grpo_run(0).num_rows)
+    slower = changed(grpo_run(0), **{"train/time(s)": 40 * growth})
+    assert any(id_.startswith("time_growth") for id_ in serious(analyse(slower)))
+    longer = times("completions/mean_length", growth)(slower)
+    assert not any(id_.startswith("time_growth") for id_ in serious(analyse(longer)))
+
+
+def test_slow_steps_next_to_each_other_are_not_regular_work():
+    """Logged every 10 steps: a slow stretch has a slow point every 10 steps."""
+    log = sft_run(0)
+    times_s = log.series["train/time(s)"]
+    kept = times_s[9::10]
+    values = kept.values.copy()
+    values[80:110] *= 4
+    series = {key: one for key, one in log.series.items() if not key.startswith("val/")}
+    series["train/time(s)"] = Series(kept.steps, values)
+    report = analyse(replace(log, series=series, checkpoints=(), config={}))
+    assert serious(report)["time_high:while"].steps == (810, 1100)
+    assert "time_periodic" not in told(report)
+
+
+def test_memory_that_doubles_in_a_short_run_is_told():
+    log = sft_run(0)
+    short = {key: one[:220] for key, one in log.series.items()}
+    log = replace(log, series=short, num_rows=220, total_steps=220, checkpoints=())
+    values = short["memory/cpu/rss_gib"].values * np.linspace(
+        1, 2, len(short["memory/cpu/rss_gib"])
+    )
+    assert "memory:leak" in serious(analyse(changed(log, **{"memory/cpu/rss_gib": values})))
+
+
+def test_a_reward_that_never_lasts_is_flat_and_one_that_collapsed_is_not():
+    num_rows = grpo_run(0).num_rows
+    noise = RNG.normal(0, 0.02, num_rows)
+    brief = 0.3 + noise + np.where(abs(np.arange(num_rows) - num_rows // 2) < 25, 0.1, 0)
+    assert "reward_trend:flat" in serious(analyse(grpo(put("reward", slice(None), brief))))
+    rise = np.minimum(np.linspace(0.2, 1.4, num_rows), 0.8)
+    collapsed = np.where(np.arange(num_rows) < 0.7 * num_rows, rise, 0.1) + noise
+    found = serious(analyse(grpo(put("reward", slice(None), collapsed))))
+    assert "reward_trend:collapse" in found and "reward_trend:flat" not in found
+
+
+def test_equal_rewards_are_told_by_verls_largest_advantage():
+    advantages = np.where(np.arange(grpo_run(0).num_rows) < 600, 2.4, 0.0)
+    log = changed(grpo_run(0), **{"critic/advantages/max": advantages})
+    log = replace(log, series={k: v for k, v in log.series.items() if "adv_std" not in k})
+    assert "adv_shape:std" in serious(analyse(log))
+
+
+def test_names_of_other_trainers_are_known(tmp_path):
+    columns = {
+        "perf/step_time": "train/time(s)",
+        "perf/data_time": "time/train/data_s",
+        "perf/gpu_mem_gb": "memory/allocated_gib",
+        "train/tokens_per_sec": "throughput/train/tokens_per_s",
+        "entropy/mean": "train/entropy",
+    }
+    rows = ({"_step": step, **dict.fromkeys(columns, float(step))} for step in range(1, 9))
+    log = tmp_path / "history.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert set(columns.values()) <= read_run(log).series.keys()
+
+
+def test_verl_prints_the_planned_steps(tmp_path):
+    lines = ["Total training steps: 300", *(f"step:{n} - actor/pg_loss:0.1" for n in range(1, 150))]
+    log: Path = tmp_path / "verl.log"
+    log.write_text("\n".join(lines))
+    run = read_run(log)
+    assert run.total_steps == 300
+    assert told(analyse(run))["run_complete:steps"].steps == (149, 149)
+
+
+@pytest.mark.parametrize("lead", [0, 120])
+def test_a_gradient_that_rises_before_the_loss_is_its_cause(lead):
+    after = STEPS >= 1200
+    log = both(
+        times("train/loss", np.where(after, 1.6, 1.0)),
+        times("train/grad_norm", np.where(1200 - lead <= STEPS, 60.0, 1.0)),
+    )(healthy("sft"))
+    first = analyse(log).top[0]
+    assert first.id == ("grad_high:rise" if lead else "loss_diverging")
+    assert first.level == "fail"
