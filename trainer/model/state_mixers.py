@@ -126,7 +126,7 @@ def _is_reference(function: Callable[..., Any]) -> bool:
         function(seq_idx=True)
     except ValueError:
         return True
-    except TypeError:  # a kernel lacks its other arguments
+    except Exception:  # a kernel lacks its other arguments
         pass
     return False
 
