@@ -160,6 +160,10 @@ class CheckpointManager:
         return metrics
 
     def _try(self, snapshot: Snapshot, *, in_background: bool) -> None:
+        """Save a snapshot, or refuse it if a value is not finite.
+
+        In the background, the thread writes a copy of the snapshot, so that training may go on.
+        """
         step = snapshot.position.step
         if not self._is_finite(snapshot):
             error = "a parameter or optimizer moment is not finite, and such a state is never saved"
@@ -190,6 +194,10 @@ class CheckpointManager:
             self._note(step, *write())
 
     def _note(self, step: int, outcome: int | SaveFailedError, duration_s: float) -> None:
+        """Record how a save ended: its metrics, an event, and the number of failures in a row.
+
+        Raises `ResumableError` if the ranks cannot tell whether the checkpoint was committed.
+        """
         if isinstance(outcome, UnresolvedSaveError):
             raise ResumableError(
                 f"could not confirm whether step {step} was saved: {outcome}.\n"

@@ -58,6 +58,10 @@ class HostBuffers:
         """Tensors kept alive until their copies are complete, because some have no other owner."""
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with copies of its tensors.
+
+        On a GPU the copies run on their own stream; `wait_until_ready` waits for them.
+        """
         parts = {part: getattr(snapshot, part) for part in ("model", "optim", "extra")}
         live = {_memory(tensor): tensor for tensor in local_tensors(parts)}
         shapes = [(tensor.dtype, tensor.shape) for tensor in live.values()]

@@ -108,6 +108,7 @@ class OptimizerShards:
         self.optimizer = optimizer
 
     def state_dict(self) -> StateDict:
+        """Return the state by parameter name, and the settings of the groups."""
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         state = {
             names[parameter]: {key: shards.compact(value) for key, value in values.items()}
@@ -120,6 +121,10 @@ class OptimizerShards:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Shards) -> None:
+        """Copy the slices of this rank into the optimizer, from shards of any number of ranks.
+
+        Raises `CorruptShardError` if a different optimizer saved them.
+        """
         directory = state_dict.directory
         states = Shards(directory, [part["state"] for part in state_dict.parts])
         for name, parameter in self.model.named_parameters():

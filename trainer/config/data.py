@@ -204,6 +204,9 @@ def sources_of(data: DataConfig, name: str) -> list[Source]:
 
 
 def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> Source:
+    """Return a source with the settings of `data` where it has none of its own. Raises
+    `ConfigError`.
+    """
     if name == "val_files" and given.repeat != 1:
         raise ConfigError(
             f"'{dotted}.repeat' must be 1, got {given.repeat:g}: validation uses every row exactly "

@@ -71,6 +71,9 @@ class RowEncoder:
         yield from self._encoded_batch(batch)
 
     def _encoded_batch(self, batch: list[Marked]) -> Iterator[Result]:
+        """Tokenize all texts of a batch at once, and yield the samples of each row or the reason
+        why it has none.
+        """
         texts = [item for samples in batch if isinstance(samples, list) for item in samples]
         located = iter(self._finder.find(texts))
         for samples in batch:
@@ -86,6 +89,9 @@ class RowEncoder:
                     yield error
 
     def _marked(self, row: Row) -> Marked:
+        """Return the texts of a row with their supervised spans, or the reason why the row cannot
+        be used.
+        """
         try:
             item = self._parser.parse(row)
             if isinstance(item, Conversation):
@@ -100,6 +106,10 @@ class RowEncoder:
             return UnusableError(TOO_DEEP)
 
     def _marked_conversation(self, item: Conversation) -> Sequence[MarkedText]:
+        """Render a conversation and divide it into samples as `data.turns` and `data.train_on` say.
+
+        Raises `UnusableError`.
+        """
         tools = item.tools
         template = self._template(tools)
         messages = [template.with_arguments(message) for message in item.messages]
@@ -120,6 +130,9 @@ class RowEncoder:
         return parts
 
     def _template(self, tools: Tools) -> ChatTemplate:
+        """Return the chat template for conversations with or without these tools. Raises
+        `DataError`.
+        """
         if not self.tokenizer.chat_template:
             raise DataError(
                 "the tokenizer has no chat template, which is usual for base models.\n"

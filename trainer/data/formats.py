@@ -303,6 +303,7 @@ def _system(record: Record) -> list[Message]:
 
 
 def _from_sharegpt(turn: Any, where: str) -> Message:
+    """Return a ShareGPT turn as a message. Raises `UnusableError`; `where` names the turn."""
     if not isinstance(turn, dict):
         raise UnusableError(f"message not an object: {where} is {_type(turn)}")
     message = dict(turn)
@@ -322,6 +323,10 @@ def _from_sharegpt(turn: Any, where: str) -> Message:
 
 
 def _from_alpaca(record: Record) -> list[Any]:
+    """Return the messages of an Alpaca record: system, history, instruction with input, output.
+
+    Raises `UnusableError`.
+    """
     messages = _system(record)
     for turn in record.get("history") or []:
         if not (isinstance(turn, list) and len(turn) == 2):

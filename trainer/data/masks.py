@@ -172,6 +172,11 @@ class Renderings:
             yield start, end
 
     def _turn_start(self, index: int) -> int:
+        """Return the position at which the text of a turn begins in the whole rendering, after its
+        header.
+
+        Raises `UnusableError` if the rendering of earlier messages depends on later ones.
+        """
         text = self._whole
         prompt = self._upto(index, prompt=True)
         if text.startswith(prompt):

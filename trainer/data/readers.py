@@ -85,6 +85,7 @@ def iter_blocks(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
 
 
 def _iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number, content) of each line that is not empty. Raises `DataError`."""
     number = 0
     with _open(path) as file:
         try:
@@ -107,6 +108,7 @@ def _parsed(line: bytes) -> object:
 
 
 def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
+    """Yield (position from 1, record) of an array in a JSON file. Raises `DataError`."""
     with _open(path) as file:
         raw = file.read()
     try:
@@ -139,6 +141,10 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _iter_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[RowBlock]:
+    """Yield blocks of at most `BLOCK_ROWS` rows with the columns that the run reads.
+
+    Raises `DataError` for a damaged file and for repeated column names.
+    """
     number = 0
     try:
         # with `pre_buffer`, pyarrow would read whole row groups into memory

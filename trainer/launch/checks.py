@@ -130,6 +130,9 @@ def limits(launch: Launch) -> Iterator[Checked]:
 
 
 def network(launch: Launch) -> Iterator[Checked]:
+    """Check the interfaces that the environment names and, with several machines, the way to the
+    first one.
+    """
     interfaces = list(psutil.net_if_addrs())
     for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = os.environ.get(key, "")

@@ -134,6 +134,10 @@ def _wanted(config: ModelConfig, source: ModelSource) -> tuple["LoraConfig", str
 
 
 def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
+    """Add adapters to the chosen layers and experts, in place, and train `modules_to_save` in full.
+
+    Raises `ConfigError` for settings that contradict each other or that experts do not support.
+    """
     from peft import inject_adapter_in_model
 
     settings, targets, said = _wanted(config, source)

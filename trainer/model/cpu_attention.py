@@ -48,6 +48,9 @@ class DocumentGroups:
     def __init__(
         self, seqlens: tuple[int, ...], *, num_key_heads: int, device: torch.device
     ) -> None:
+        """Divide documents of these lengths into groups, and compute the place of each row once for
+        all layers.
+        """
         members = group_by_length(seqlens)
         num_tokens = sum(seqlens)
         num_rows = num_tokens * num_key_heads
@@ -220,6 +223,11 @@ class _GroupedAttention(torch.autograd.Function):
         groups: DocumentGroups,
         scoring: Scoring,
     ) -> Tensor:
+        """Compute attention group by group and block by block.
+
+        Probabilities of short documents are kept for the backward pass, which computes the others
+        again. Returns [1, T, N, K].
+        """
         num_query_heads, num_tokens = query.shape[1:3]
         query_PGK, key_P1K, value_P1K = (
             _rows(x.transpose(1, 2), groups)[groups.rows] for x in (query, key, value)
@@ -250,6 +258,10 @@ class _GroupedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value and sinks.
+
+        Gradients of keys, values and sinks are sums over blocks, in float32.
+        """
         groups = ctx.groups
         scoring = ctx.scoring
         query_PGK, key_P1K, value_P1K, sinks_MG, *kept = ctx.saved_tensors

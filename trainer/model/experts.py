@@ -119,6 +119,7 @@ class Routers:
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        """Watch the model's routers, and log whether its auxiliary loss is trained."""
         self._experts = experts_of(model)
         if len({experts.num_experts for experts in self._experts}) > 1:
             self._experts = []  # different numbers of experts have no common distribution
@@ -142,6 +143,7 @@ class Routers:
         self._begin()
 
     def _obstacle(self, model: PreTrainedModel) -> str:
+        """Return the reason why the auxiliary loss of this model cannot be computed, or ''."""
         modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
         if not any(hasattr(module, "load_balancing_loss_func") for module in modules):
             return "transformers has none for this architecture"

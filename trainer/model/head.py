@@ -118,6 +118,10 @@ def _shown(losses_S: Tensor, measured: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class _LossOfLogits(torch.autograd.Function):
+    """The summed loss of logits that are in memory all at once. The forward pass computes the
+    gradient.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient

@@ -16,6 +16,12 @@ JOINED = ("±", "at step")
 
 
 class ConsoleBackend(Backend):
+    """Prints metrics to stdout: in a terminal below a progress bar, in a file as plain lines with
+    the time.
+
+    A line appears every `log_every` steps, for every validation, and for every skipped step.
+    """
+
     is_inline = True
     _progress: Progress | None = None
     _has_shown_step = False

@@ -74,6 +74,7 @@ class Tracking:
         log_every: int = 1,
         group: str | None = None,
     ) -> None:
+        """Check the run directory, open this run's own files and start one queue for each backend."""
         config = config or {}
         own = flat(config)
         local_dir = own.get("trainer.default_local_dir") or own.get("default_local_dir")

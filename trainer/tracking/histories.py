@@ -109,6 +109,11 @@ def _is_shown(key: str) -> bool:
 
 
 def _line(kind: str, epoch: int, values: Values) -> Cells:
+    """Return a row of a history: the metrics of an epoch or a validation, reduced as the table of
+    metrics says.
+
+    The loss is the mean over tokens. Values that are not finite are left out and counted.
+    """
     steps = values.pop(STEP)
     losses = values.pop(f"{kind}/loss", [])
     weights = values.get(TOKENS, [])

@@ -72,6 +72,7 @@ def directories(launch: Launch) -> Iterator[Checked]:
 
 
 def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
+    """Do in a directory what checkpoints need: synced files, renames, locks. Report what fails."""
     try:
         with TemporaryDirectory(prefix=".sft-", dir=existing_parent(Path(directory))) as name:
             made = Path(name)

@@ -46,6 +46,8 @@ matches counts.
 
 @dataclass(frozen=True)
 class Metric:
+    """An entry of the table of metrics: what a key means, and how it is reduced and shown."""
+
     key: str
     """The key in the log, which may contain placeholders."""
     unit: str

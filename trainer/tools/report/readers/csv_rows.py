@@ -28,6 +28,11 @@ def read_csv(path: Path, store: Store) -> None:
 
 
 def _read_table(path: Path, store: Store) -> None:
+    """Read a table with a step or epoch column into the store. Damaged lines are counted and
+    skipped.
+
+    Raises `UnreadableLogError` if no column can serve as the x axis.
+    """
     prefix = HISTORIES.get(path.name, "")
     raw = open_regular(path, limit_bytes=MAX_FILE_BYTES)
     with TextIOWrapper(raw, "utf-8-sig", "replace", newline="") as file:
