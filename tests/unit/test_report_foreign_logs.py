@@ -181,3 +181,9 @@ def test_a_gradient_that_rises_before_the_loss_is_its_cause(lead):
     first = analyse(log).top[0]
     assert first.id == ("grad_high:rise" if lead else "loss_diverging")
     assert first.level == "fail"
+
+
+def test_a_validation_loss_that_is_not_a_number_is_told():
+    log = sft(validated(np.where(np.arange(20) < 12, 1.2, np.nan)))
+    found = serious(analyse(log))["loss_nonfinite"]
+    assert found.level == "fail" and found.metric == "val/loss"

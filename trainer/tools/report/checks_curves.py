@@ -69,7 +69,7 @@ def _span(anomalies: Iterable[Anomaly]) -> tuple[int, int]:
 def nonfinite(run: AnalysedRun) -> Findings:
     """Find losses and gradient norms that are not finite."""
     bad: dict[int, str] = {}
-    for key in filter(None, (run.key("grad"), run.key("loss"))):
+    for key in filter(None, map(run.key, ("val_loss", "grad", "loss"))):
         series = run.log.series[key]
         bad |= dict.fromkeys(series.steps[~np.isfinite(series.values)].tolist(), key)
     if bad:
