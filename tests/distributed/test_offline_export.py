@@ -145,7 +145,7 @@ def test_a_target_that_cannot_be_taken_is_refused(checkpoint, tmp_path):
         exported(checkpoint, tmp_path / "missing" / "export")
     (tmp_path / "alias").symlink_to(checkpoint)
     inside = tmp_path / "alias" / "huggingface" / "export"
-    with pytest.raises(ConfigError, match="would be deleted with it"):
+    with pytest.raises(ConfigError, match="is inside the checkpoint and would be deleted with it"):
         exported(checkpoint, inside)
     assert set(os.listdir(tmp_path)) == {"alias", "empty", "file", "link", "run"}
 

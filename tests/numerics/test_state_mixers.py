@@ -17,6 +17,7 @@ from ranks import each, run_ranks
 from test_parallelize import gathers_of_a_step, worst
 from toy import ToySamples, build, build_toy_model, write_model_config
 
+from trainer.data.batch import PackedBatch
 from trainer.data.loader import pack
 from trainer.model.state_mixers import kernel_kinds
 
@@ -36,8 +37,12 @@ def step(
 ) -> tuple[float, list[Any]]:
     """(loss, gradients); all forward passes come before all backward passes."""
     model = build_toy_model(world, source, **settings)
+    return passed(model, [pack(SAMPLES, members) for members in batches])
+
+
+def passed(model: Any, batches: list[PackedBatch]) -> tuple[float, list[Any]]:
     model.train()
-    losses = [model(pack(SAMPLES, members)).loss_sum for members in batches]
+    losses = [model(batch).loss_sum for batch in batches]
     for loss in losses:
         loss.backward()
     grads = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
@@ -127,12 +132,8 @@ def step_with_kernels(
     sys.modules.update(modules)
     with heard() as lines:
         model = build(world, source, **settings)
-    model.train()
     batch = pack(SAMPLES, DOCUMENTS).share(world.sequence_rank, world.sequence_size)
-    loss = model(batch).loss_sum
-    loss.backward()
-    gradients = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
-    return (loss.item(), gradients), kernel_kinds(model), lines
+    return passed(model, [batch]), kernel_kinds(model), lines
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -64,7 +64,8 @@ def keep_streams_safe(*, reports_loss: bool = True) -> None:
     """Make broken standard streams harmless and open closed ones on /dev/null.
 
     Call this first in a process: a file that is opened earlier could get the free descriptor and
-    receive output meant for the terminal. `reports_loss`: a message on stderr reports that stdout was lost.
+    receive output meant for the terminal. `reports_loss`: a message on stderr reports that stdout
+    was lost.
     """
     escape_unprintable()
     for number, name in enumerate(("stdin", "stdout", "stderr")):

@@ -202,7 +202,7 @@ def _anomaly(
 
 
 class _Move(NamedTuple):
-    """How a metric moved in an interval."""
+    """The move of a metric in an interval."""
 
     witness: Witness
     mover: Mover

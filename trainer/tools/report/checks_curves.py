@@ -56,6 +56,14 @@ loss does so if its size exceeds the second value.
 """
 ZERO_SHARE = 0.05
 """A learning rate may be 0 in at most this share of the points: a schedule ends at 0."""
+DECAYED_SHARE = 0.1
+DECAYED_ZERO_SHARE = 0.2
+"""Below the first share of its peak, a rate may be printed as 0 in at most the second share of the
+points.
+"""
+CHECK_SCHEDULE = (
+    "Check the number of steps of the schedule, {warmup}, and how a resume restores it."
+)
 JITTER = 0.1
 """Noise above this share of the loss is mentioned."""
 
@@ -322,41 +330,46 @@ def warmup(run: AnalysedRun, rates: Series) -> Findings:
         raise NotJudged("there was no warm-up")
 
 
-@finding("lr_schedule", "lr", least=NUM_STRETCHES)
+@finding("lr_schedule:zero", "lr", least=NUM_STRETCHES)
 def without_rate(run: AnalysedRun, rates: Series) -> Findings:
-    """Find a learning rate that is 0 for long, and a warm-up that does not end."""
+    """Find a learning rate that is 0 for long.
+
+    Some logs print few digits. There, a rate of 0 is real only if nothing is learned, or if the
+    rate was not close to 0 before.
+    """
     begins, ends = runs(rates.values <= 0)
-    longest = int(np.argmax(ends - begins)) if len(begins) else 0
-    zeros = rates[begins[longest] : ends[longest]] if len(begins) else rates[:0]
-    remedy = ("Check the number of steps of the schedule, {warmup}, and how a resume restores it.",)
-    # some logs print a rate with few digits: a run that learns has a rate
-    learns = is_falling(run.find("loss")) or is_rising(run.find("reward"))
-    is_rounded = learns and len(zeros) == len(rates)
-    if len(zeros) and begins[longest]:
-        last_rate = rates.values[begins[longest] - 1]
-        is_rounded |= len(zeros) < 0.2 * len(rates) and last_rate < 0.1 * rates.values.max()
-    if len(zeros) > ZERO_SHARE * len(rates) and not is_rounded:
+    longest = max(ends - begins, default=0)
+    if longest <= ZERO_SHARE * len(rates):
+        return
+    begin = begins[np.argmax(ends - begins)]
+    zeros = rates[begin : begin + longest]
+    if longest == len(rates):
+        is_rounded = is_falling(run.find("loss")) or is_rising(run.find("reward"))
+    else:
+        is_decayed = begin > 0 and rates.values[begin - 1] < DECAYED_SHARE * rates.values.max()
+        is_rounded = is_decayed and longest < DECAYED_ZERO_SHARE * len(rates)
+    if not is_rounded:
         yield warn(
             f"The learning rate is 0 from step {zeros.ends[0]} to {zeros.ends[1]}: these steps "
             f"train nothing.",
-            id="zero",
             steps=zeros.ends,
             cause="The schedule is shorter than the run, or was restored incorrectly.",
-            remedy=remedy,
+            remedy=(CHECK_SCHEDULE,),
         )
-    elif (
-        run.log.total_steps
-        and run.last_step > run.log.total_steps / 2
-        and np.all(np.diff(rates.values) >= 0)
-        and rates.values[-1] > 1.5 * np.median(rates.values)
-    ):
+
+
+@finding("lr_schedule:rising", "lr", least=NUM_STRETCHES)
+def endless_warmup(run: AnalysedRun, rates: Series) -> Findings:
+    """Find a learning rate that still rises in the second half of the planned steps."""
+    planned = run.log.total_steps
+    rises = np.all(np.diff(rates.values) >= 0) and rates.values[-1] > 1.5 * np.median(rates.values)
+    if planned and run.last_step > planned / 2 and rises:
         yield warn(
-            f"The learning rate still rises at step {run.last_step} of {run.log.total_steps}.",
-            id="rising",
+            f"The learning rate still rises at step {run.last_step} of {planned}.",
             steps=rates.ends,
             cause="The warm-up takes more steps than the run, or the schedule is not the "
             "configured one.",
-            remedy=remedy,
+            remedy=(CHECK_SCHEDULE,),
         )
 
 
