@@ -187,3 +187,8 @@ def test_a_validation_loss_that_is_not_a_number_is_told():
     log = sft(validated(np.where(np.arange(20) < 12, 1.2, np.nan)))
     found = serious(analyse(log))["loss_nonfinite"]
     assert found.level == "fail" and found.metric == "val/loss"
+
+
+def test_steps_that_stay_slow_are_told_before_single_slow_stretches():
+    slower = times("train/time(s)", np.where(STEPS >= 1700, 2.4, 1.0))
+    assert analyse(sft(slower)).top[0].id == "time_growth:slowdown"

@@ -35,7 +35,7 @@ that begin together, an earlier one may cause the later ones.
 """
 LESSER = """
     loss_spike grad_high lr_too_high reward_drop
-    data_bound memory time_high time_growth gpu_util
+    data_bound memory time_growth time_high gpu_util
 """
 """Ids or prefixes of findings about bursts and speed. They come after those of `TRAINING`, which
 last.
