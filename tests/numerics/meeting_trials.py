@@ -37,9 +37,10 @@ stays bit-equal.
 LOOSE_BETWEEN = 1e2
 """Rounding at random falls alike on any number of ranks but where a sum's last digit decides."""
 MEASURED = ("train/loss", "train/grad_norm")
-LIMITS = {"loss": 1e-6, "objective": 1e-6, "grad_norm": 3e-5, "router_loss": 1e-5, "update": 1e-3}
+LIMITS = {"loss": 1e-6, "objective": 1e-5, "grad_norm": 3e-5, "router_loss": 1e-5, "update": 1e-3}
 """Beside float64, which rounds nothing: the recurrence of qwen3_next alone takes 2e-5 of the
-norm in float32.
+norm in float32. DFT's loss of a token, `exp(-nll) * nll`, has `nll - 1` times the relative error
+of its nll, and the nll of these models is about 10.
 """
 
 
