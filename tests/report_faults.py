@@ -130,6 +130,7 @@ CHANGES: dict[str, dict[str, Change]] = {
         "grad_high": put("train/grad_norm", slice(1000, 1015), 200.0),
         "grad_vanish": put("train/grad_norm", slice(1000, 1050), 1e-4),
         "lr_schedule": put("train/lr", slice(None), 1e-5),
+        "loss_jump": times("train/loss", 1 + 0.2 * np.exp((900 - STEPS) / 200) * (STEPS > 900)),
         "lr_too_high": put("train/grad_norm", [300, 400, 500], 40.0),
         "val_rising": validated(np.concatenate([EVALS[:16], [1.2, 1.3, 1.35, 1.4]])),
         "overfit": validated(

@@ -155,6 +155,8 @@ def test_names_of_other_trainers_are_known(tmp_path):
         "perf/gpu_mem_gb": "memory/allocated_gib",
         "train/tokens_per_sec": "throughput/train/tokens_per_s",
         "entropy/mean": "train/entropy",
+        "lr-AdamW": "train/lr",
+        "grad_2.0_norm_total": "train/grad_norm",
     }
     rows = ({"_step": step, **dict.fromkeys(columns, float(step))} for step in range(1, 9))
     log = tmp_path / "history.jsonl"
@@ -192,3 +194,43 @@ def test_a_validation_loss_that_is_not_a_number_is_told():
 def test_steps_that_stay_slow_are_told_before_single_slow_stretches():
     slower = times("train/time(s)", np.where(STEPS >= 1700, 2.4, 1.0))
     assert analyse(sft(slower)).top[0].id == "time_growth:slowdown"
+
+
+def test_a_loss_that_jumps_after_a_resume_and_comes_back_is_told():
+    back = 1 + 0.2 * np.exp(-(STEPS - 900) / 200) * (STEPS > 900)
+    first = analyse(sft(times("train/loss", back))).top[0]
+    assert first.id == "loss_jump" and first.steps is not None and abs(first.steps[0] - 900) <= 10
+
+
+def test_a_rate_that_warms_up_again_in_the_middle_is_told():
+    cosine = (1 + np.cos(np.pi * STEPS / 2000)) / 2
+    again = np.where(STEPS > 800, np.minimum(1, (STEPS - 800) / 100) * cosine, cosine)
+    found = serious(analyse(rates(1e-5 * again)))["lr_schedule:restarted"]
+    assert found.steps is not None and found.steps[0] == 800
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(np.where(STEPS > 1000, 0.1, 1.0), id="a step"),
+        pytest.param(np.where((STEPS > 500) & (STEPS < 600), 0.1, 1.0), id="a dip"),
+        pytest.param(np.round(np.minimum(1, STEPS / 1000), 2), id="a warm-up in two digits"),
+    ],
+)
+def test_rates_that_fall_or_rise_as_planned_are_not_told(values):
+    found = serious(analyse(rates(1e-5 * values)))
+    assert not {"lr_schedule:raised", "lr_schedule:restarted"} & found.keys()
+
+
+@pytest.mark.parametrize("num_steps", [300, 2000])
+def test_a_rate_that_jumps_late_is_told(num_steps):
+    linear = 1 - np.arange(num_steps) / num_steps
+    late = np.where(np.arange(num_steps) > 0.95 * num_steps, 1.8 * linear, linear)
+    steps = np.arange(1, num_steps + 1)
+    assert [one.steps[0] for one in raised_rates(Series(steps, late))] == [0.95 * num_steps + 2]
+
+
+def test_a_loss_that_stays_at_the_level_of_guessing_is_told():
+    guesses = put("train/loss", slice(None), 11.0 - 0.2 * STEPS / 2000 + RNG.normal(0, 0.02, 2000))
+    log = replace(sft(guesses), config={})
+    assert "loss_not_falling" in serious(analyse(log))

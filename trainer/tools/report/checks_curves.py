@@ -8,7 +8,12 @@ import numpy as np
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
 from trainer.tools.report.checks import START_STEPS, Findings, fail, finding, info, note, warn
 from trainer.tools.report.formatting import counted, interval, listed, number
-from trainer.tools.report.learning_rate import learning_rate, raised_rates, scheduled
+from trainer.tools.report.learning_rate import (
+    learning_rate,
+    raised_rates,
+    restarted_at,
+    scheduled,
+)
 from trainer.tools.report.result import Anomaly
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import Move, beyond, shift
@@ -17,11 +22,13 @@ from trainer.tools.report.statistics import (
     is_falling,
     is_rising,
     noise,
+    rolling,
     runs,
     slope,
     within,
 )
 from trainer.tools.report.words import how_common, moved_along, why_recovered
+from trainer.train.detection.window import spread
 
 NUM_STRETCHES = 20
 """The first steps are divided into this many bins to test their trend. A trend or a schedule needs
@@ -53,6 +60,18 @@ SWING = 0.5
 POLICY_SWING = 2.0
 """A loss swings violently if it changes by this share of itself from point to point. A policy's
 loss does so if its size exceeds the second value.
+"""
+GUESSING = 7
+GUESSING_FALL = 0.1
+"""A loss above this many nats is near that of guessing tokens. Any training lowers it by more than
+this share.
+"""
+JUMP_WIDTH = 8
+MIN_JUMP_POINTS = 64
+LEAST_JUMP = 0.08
+JUMP_SPREADS = 6
+"""A loss jumps if the medians of this many points before and after differ by this share and by this
+many times the usual spread of such differences.
 """
 ZERO_SHARE = 0.05
 """A learning rate may be 0 in at most this share of the points: a schedule ends at 0."""
@@ -107,10 +126,12 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
     is_at_peak = bool(rates) and np.argmax(rates.values) == len(rates) - 1
     is_warming_up = is_at_peak and run.last_step < run.total_steps
     first = bins(within(losses, 0, START_STEPS), NUM_STRETCHES)
-    falls = is_falling(losses) or is_falling(before)
+    course = slope(losses)
+    is_guessing = course.level > GUESSING and course.relative_change > -GUESSING_FALL
+    falls = not is_guessing and (is_falling(losses) or is_falling(before))
     if not falls and not is_warming_up and (rise is None or len(before) >= NUM_EARLY):
         yield warn(
-            f"The loss does not fall: its level is {number(slope(losses).level)} over "
+            f"The loss does not fall: its level is {number(course.level)} over "
             f"{len(losses)} points.",
             steps=losses.ends,
             cause="The learning rate is too low or too high, or the labels carry nothing to learn.",
@@ -310,6 +331,46 @@ def schedule(run: AnalysedRun, rates: Series) -> Findings:
     )
 
 
+@finding("lr_schedule:restarted", "lr", least=NUM_STRETCHES)
+def restarted(run: AnalysedRun, rates: Series) -> Findings:
+    """Find a learning rate that warms up a second time in the middle of its schedule."""
+    at = restarted_at(rates)
+    if at is None:
+        return
+    yield warn(
+        f"The learning rate fell after step {at} and warmed up again.",
+        steps=(at, run.last_step),
+        cause="The run was resumed without the state of its scheduler, and perhaps also without "
+        "that of its optimizer.",
+        remedy=("Resume from the whole checkpoint of that step, or from one before it.",),
+    )
+
+
+@finding("loss_jump", "loss", profiles=("sft", "generic"), least=MIN_JUMP_POINTS)
+def jumps(run: AnalysedRun, losses: Series) -> Findings:
+    """Find a loss that jumps from one point to the next and comes back slowly."""
+    logs = np.log(losses.values.clip(min=LOW_LOSS))
+    levels = np.median(rolling(logs, JUMP_WIDTH, 1), axis=1)
+    rises = levels[JUMP_WIDTH:] - levels[:-JUMP_WIDTH]
+    rises[: 2 * JUMP_WIDTH] = 0
+    highest = int(np.argmax(rises))
+    rise = rises[highest]
+    if rise < max(LEAST_JUMP, JUMP_SPREADS * spread(rises - np.median(rises))):
+        return
+    if rise_of(losses) is not None:
+        raise NotJudged("the loss rose and diverged")
+    at = highest + JUMP_WIDTH - 1
+    before, after = np.exp([levels[highest], levels[highest + JUMP_WIDTH]])
+    yield warn(
+        f"The loss jumped from {number(before)} to {number(after)} after step {losses.steps[at]}.",
+        steps=(losses.steps[at], run.last_step),
+        value=after,
+        cause="The run was resumed without the state of its optimizer or with other weights, or "
+        "its data changed.",
+        remedy=(f"Resume from the whole checkpoint, {run.checkpoint(losses.steps[at])}.",),
+    )
+
+
 @finding("lr_schedule:warmup", "lr")
 def warmup(run: AnalysedRun, rates: Series) -> Findings:
     """Find a learning rate that does not rise for as long as the configured warm-up."""
@@ -319,7 +380,8 @@ def warmup(run: AnalysedRun, rates: Series) -> Findings:
     length = int(fixed if is_fixed else float(run.setting("warmup") or 0) * run.total_steps)
     # frameworks differ by a step or two in where they end a warm-up
     inside = within(scheduled(rates), 0, 0.9 * length)
-    if len(inside) >= 3 and not np.all(np.diff(inside.values) > 0):
+    falls = bool(np.any(np.diff(inside.values) < 0))
+    if len(inside) >= 3 and (falls or inside.values[0] == inside.values[-1]):
         yield warn(
             f"The learning rate does not rise in its warm-up of {length} steps.",
             steps=inside.ends,

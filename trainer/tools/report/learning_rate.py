@@ -6,12 +6,14 @@ import numpy as np
 
 from trainer.tools.report.result import Anomaly, LearningRate, RaisedRate
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.statistics import bins
+from trainer.tools.report.statistics import Floats, bins
 
 JUMP = 1.3
 """Neighbouring points with a ratio above this are a jump: no schedule rises as fast."""
 NUM_BEFORE = 5
 """A jump counts only after this many points: a warm-up from 0 first rises by any factor."""
+RESTART_SHARE = 0.25
+"""A schedule with cycles falls to at most this share of its peak before it starts again."""
 MAX_STRETCHES = 8
 """A rate that jumps more often follows no schedule."""
 HIGH_SHARE = 0.8
@@ -48,7 +50,8 @@ def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
         falls_back = stop < len(values) and values[stop - 1] > JUMP * values[stop]
         highest = float(values[:start].max())
         is_return = level < 0.12 * highest and 0.7 * highest < values[start] < 1.05 * highest
-        is_warmup = values[start] - level < 0.05 * highest
+        is_small = values[start] - level < 0.05 * values.max()
+        is_warmup = is_small and _rises_on(values[start:])
         is_restart = level < 0.01 * highest and values[start] < 1.05 * highest
         if is_restart or ((is_return or is_warmup) and not falls_back):
             continue  # the end of a dip, or a restart of the schedule
@@ -59,6 +62,32 @@ def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
             return ()
         free = stop + 1
     return tuple(found)
+
+
+def _rises_on(values: Floats) -> bool:
+    """Return whether the first change of a rate is a rise. Printed rates repeat."""
+    changed = np.flatnonzero(values != values[0])
+    return bool(len(changed)) and bool(values[changed[0]] > values[0])
+
+
+def restarted_at(series: Series) -> int | None:
+    """Return the last step before a high rate falls to less than half at one point, and then warms
+    up again to a high rate; None if it never does.
+
+    Schedules with cycles fall to a low rate before they start again.
+    """
+    values = series.values
+    high = values[:-1] > RESTART_SHARE * values.max()
+    for fall in np.flatnonzero(high & (values[1:] < values[:-1] / 2)).tolist():
+        after = values[fall + 1 :]
+        climb = after[: np.argmax(after) + 1]
+        if len(climb) <= NUM_BEFORE:
+            continue
+        rises = np.diff(climb)
+        is_back = climb[-1] > max(values[fall] / 2, 2 * climb[0])
+        if is_back and rises.min() >= 0 and rises.max() < climb[-1] / 2:
+            return int(series.steps[fall])
+    return None
 
 
 def scheduled(series: Series) -> Series:

@@ -63,7 +63,7 @@ max_length      completions/max_length tokens/response_length/max train/seq_comp
 min_length      completions/min_length tokens/response_length/min
 clipped_ratio   completions/clipped_ratio
 clip_ratio      clip_ratio clip_ratio/region_mean clip_ratio/mean actor/ppo_ratio_clipfrac
-                actor/clipfrac
+                actor/clipfrac actor/pg_clipfrac policy/clipfrac_avg clip_fraction
 value_loss      critic/loss critic/vf_loss
 value_error     critic/error
 entropy         train/entropy entropy critic/entropy/mean actor/entropy
@@ -79,10 +79,11 @@ counts.
 """
 
 ALIASES: Mapping[str, tuple[str, ...]] = _table("""
-train/loss        loss train_loss training_loss actor/total_loss actor/sft_loss sft_train/loss
+train/loss        loss train_loss train_loss_step training_loss actor/total_loss actor/sft_loss sft_train/loss
                   loss/policy_avg
 train/lr          learning_rate train/learning_rate lr actor/lr sft_train/lr
-train/grad_norm   grad_norm gradient_norm train_grad_norm sft_train/grad_norm actor/grad_norm
+                  lr-AdamW lr-Adam lr-SGD
+train/grad_norm   grad_norm gradient_norm grad_2.0_norm_total train_grad_norm sft_train/grad_norm actor/grad_norm
 train/entropy     entropy entropy/mean policy/entropy_avg
 kl                objective/kl
 reward            objective/rlhf_reward
