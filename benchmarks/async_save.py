@@ -10,26 +10,20 @@ the save until it is committed.
 
 import argparse
 import json
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import torch
+from measuring import header, write_result
 from ranks import run_ranks
-from result_file import write_result
 from toy import write_model_config
 from toy_runs import Recipe, run
 
 from trainer.checkpoint import fsio
 from trainer.runtime.distributed import World
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -136,24 +130,16 @@ def main() -> None:
     parser.add_argument("--save-freq", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mb-per-s", type=float, default=20.0)
-    parser.add_argument(
-        "--output", type=Path, default=REPOSITORY / "benchmarks" / "results" / "async_save.json"
-    )
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model_dir = Path(directory, "model")
         model_dir.mkdir()
         source = write_model_config(model_dir, **MODEL)
         rounds = measure(arguments, Path(directory), source)
-    result = {
-        "command": "python " + " ".join(["benchmarks/async_save.py", *sys.argv[1:]]),
-        "median over rounds": {
-            key: round(statistics.median(row[key] for row in rounds), 4) for key in rounds[0]
-        },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-    write_result(arguments.output, result)
-    print(json.dumps(result["median over rounds"], indent=1))
+    medians = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
+    write_result("async_save", {**header(), "median over rounds": medians}, arguments.output)
+    print(json.dumps(medians, indent=1))
 
 
 if __name__ == "__main__":

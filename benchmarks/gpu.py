@@ -25,15 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from case import LR, QUICKSTART_CONFIG, SEED, Case, prepare_tokens, write_samples
-from flops import training_flops
 from make_quickstart import ENGLISH, train_tokenizer, write_tokenizer
 from measuring import REPOSITORY, RESULTS, header, middle, table, write_result
-from speed_cpu import PEERS
+from speed_cpu import PEERS, SKIP, flops_per_token, read_steps
 
 from trainer.runtime import seeding
 from trainer.runtime.processes import kill_tree
 from trainer.tools.plan.memory import plan_memory
-from trainer.tracking import read_metrics
 from trainer.train.start.compose import load_config
 
 SHAPES = {
@@ -46,7 +44,6 @@ SHAPES = {
 }
 TIED = ("tiny", "0.6b", "1.7b", "4b")
 BATCH = 64
-SKIP = 4
 NUM_CHATS = 1024
 POLL_S = 0.2
 NUM_LAUNCHER_WORDS = 4
@@ -202,21 +199,6 @@ def run_until(
     return rows[:num_rows]
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    if path.name != "metrics.jsonl":
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return [
-        {
-            "ts": row["ts"],
-            "loss": row["train/loss"],
-            "num_tokens": row["train/total_token_count"],
-            "peak_gib": row.get("memory/max_allocated_gib", 0.0),
-        }
-        for row in read_metrics(path)
-        if "train/loss" in row
-    ]
-
-
 def rate(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Tokens per second of the steps after `SKIP`, by step."""
     seconds = [
@@ -226,22 +208,13 @@ def rate(rows: list[dict[str, Any]]) -> dict[str, float]:
     return middle(row["num_tokens"] / s for row, s in zip(rows[SKIP:], seconds, strict=True))
 
 
-def flops_per_token(case: Case, steps: int) -> float:
-    data = np.load(case.samples)
-    first, last = data["offsets"][[SKIP * BATCH, steps * BATCH]]
-    lengths = np.diff(data["offsets"])[SKIP * BATCH : steps * BATCH]
-    config = json.loads((case.model / "config.json").read_text())
-    num_labels = int(data["loss_mask"][first:last].sum())
-    return training_flops(config, lengths.tolist(), num_labels=num_labels) / float(lengths.sum())
-
-
 def measure_size(
     size: str, directory: Path, arguments: argparse.Namespace, ceiling: float
 ) -> Iterator[dict[str, Any]]:
     """Yield one row per run, as soon as it ends."""
     case = make_case(directory / "case", size)
     write_samples(case, prepare_tokens(case, max_length=4096, truncation="right"))
-    flops = flops_per_token(case, arguments.steps)
+    flops = flops_per_token(case, arguments.steps, BATCH)
     if any("LoRA" in name for name in arguments.levers):  # it trains pretrained weights only
         words = [sys.executable, "-c", WRITE_WEIGHTS, str(case.model), arguments.device]
         subprocess.run(words, check=True)

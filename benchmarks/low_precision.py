@@ -8,7 +8,6 @@ difference to float32 of the same seed stands beside the spread between seeds.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from typing import Any
 
 from measuring import REPOSITORY, header, run_command, table, write_result
 from memory_plan import GIB, Case, extremes, run_case
+
+from trainer.tracking import read_metrics
 
 STATES = "optim.state_dtype=bfloat16"
 MASTER = "model.master_dtype=bfloat16"
@@ -73,11 +74,9 @@ def train(words: tuple[str, ...], seed: int, arguments: argparse.Namespace) -> d
             *(f"{key}={value}" for key, value in values.items()),
             *words,
         ]
-        run_command(command, cwd=REPOSITORY, threads=1, log=directory / "log")
-        rows = [
-            json.loads(line)
-            for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
-        ]
+        one_thread = {"OMP_NUM_THREADS": "1"}
+        run_command(command, cwd=REPOSITORY, log=directory / "log", environment=one_thread)
+        rows = read_metrics(directory / "run" / "metrics.jsonl")
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     found = {
         "last_loss": statistics.fmean(losses[-EVERY:]),

@@ -9,9 +9,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,25 +27,33 @@ PEERS_VENV = REPOSITORY / ".venv-peers"
 
 
 def run_command(
-    words: list[str], *, cwd: Path, threads: int | None, log: Path
-) -> tuple[float, int]:
-    """(wall seconds, peak resident bytes of its largest process). Raises with the end of its
-    output if it fails.
+    words: list[str],
+    *,
+    cwd: Path,
+    log: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    expected_code: int = 0,
+) -> tuple[float, resource.struct_rusage]:
+    """Return wall seconds and resources used. Raises with the end of the output if the command
+    ends with another code. `environment` is added to that of this process.
     """
-    environment = {**os.environ} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     started = time.perf_counter()
     with log.open("w") as output:
         process = subprocess.Popen(
-            words, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT
+            words,
+            cwd=cwd,
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         _, status, usage = os.wait4(process.pid, 0)
     wall_s = time.perf_counter() - started
     process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    if process.returncode != expected_code:
         raise RuntimeError(
             f"{' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-4000:]}"
         )
-    return wall_s, usage.ru_maxrss * 1024
+    return wall_s, usage
 
 
 def gemm_gflops(
@@ -113,10 +122,6 @@ def write_result(name: str, result: dict[str, Any], path: Path | None = None) ->
     path = path or RESULTS / f"{name}.json"
     write_json(path, result)
     print(f"wrote {path}")
-
-
-def own_peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_bytes() -> int:

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import psutil
 import torch
-from measuring import REPOSITORY, header, own_peak_bytes, table, write_result
+from measuring import REPOSITORY, header, peak_bytes, table, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data.batch import StepBatch
@@ -227,7 +227,7 @@ def train(report: Path, words: list[str]) -> None:
             "measured_bytes": peak,
             "measured_peak_bytes": peak.total(),
             "process_imported_bytes": imported_bytes,
-            "process_peak_bytes": own_peak_bytes(),
+            "process_peak_bytes": peak_bytes(),
         }
         report.write_text(json.dumps(found))
         return metrics

@@ -103,7 +103,7 @@ def run_one(contender: Contender, case: Case, number: int) -> dict[str, Any]:
     else:
         words = [str(PEERS_VENV / "bin" / "python"), str(PEER), "--case", str(case.directory)]
         words += ["--output", str(output), *contender.options]
-    wall_s, _ = run_command(words, cwd=REPOSITORY, threads=None, log=output.with_suffix(".log"))
+    wall_s, _ = run_command(words, cwd=REPOSITORY, log=output.with_suffix(".log"))
     found: dict[str, Any] = json.loads(output.read_text())
     rows_per_s = found["num_rows"] / found["prepare_s"]
     print(f"{contender.name}: {rows_per_s:.0f} rows/s, process {wall_s:.1f} s", flush=True)

@@ -79,6 +79,7 @@ def run_one(
 ) -> dict[str, Any]:
     """Rates, losses and peak memory of one run of `steps` steps."""
     log = case.directory / f"{name}.log"
+    environment: dict[str, str] = {}
     if contender.script is None:
         words = [
             sys.executable,
@@ -88,7 +89,6 @@ def run_one(
             *our_overrides(case, dtype, steps, batch, name),
         ]
         rows_file = case.directory / "runs" / name / "metrics.jsonl"
-        threads = None
     else:
         rows_file = case.directory / f"{name}.jsonl"
         words = peer_command(
@@ -100,29 +100,33 @@ def run_one(
             batch=batch,
             output=rows_file,
         )
-        threads = NUM_CPUS // ranks
-    wall_s, peak_bytes = run_command(words, cwd=REPOSITORY, threads=threads, log=log)
-    if contender.script is None:
-        rows = [
-            {
-                "step": row["step"],
-                "ts": row["ts"],
-                "loss": row["train/loss"],
-                "num_tokens": row["train/total_token_count"],
-            }
-            for row in read_metrics(rows_file)
-            if "train/loss" in row
-        ]
-    else:
-        rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+        environment["OMP_NUM_THREADS"] = str(NUM_CPUS // ranks)
+    wall_s, usage = run_command(words, cwd=REPOSITORY, log=log, environment=environment)
+    rows = read_steps(rows_file)
     timed = rows[SKIP:]
     seconds = timed[-1]["ts"] - rows[SKIP - 1]["ts"]
     return {
         "tokens_per_s": sum(row["num_tokens"] for row in timed) / seconds,
-        "peak_gib": peak_bytes / 2**30,
+        "peak_gib": usage.ru_maxrss / 2**20,
         "wall_s": wall_s,
         "losses": [row["loss"] for row in rows],
     }
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Return the steps that our trainer or a peer has logged so far."""
+    if path.name != "metrics.jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [
+        {
+            "ts": row["ts"],
+            "loss": row["train/loss"],
+            "num_tokens": row["train/total_token_count"],
+            "peak_gib": row.get("memory/max_allocated_gib", 0.0),
+        }
+        for row in read_metrics(path)
+        if "train/loss" in row
+    ]
 
 
 def our_overrides(case: Case, dtype: str, steps: int, batch: int, name: str) -> list[str]:

@@ -7,15 +7,13 @@ prepared data.
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from measuring import REPOSITORY, header, middle, table, write_result
+from measuring import REPOSITORY, header, middle, run_command, table, write_result
 
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -58,28 +56,15 @@ def measure(checkout: Path, work: Path, case: str) -> dict[str, float]:
     """
     words, expected = CASES[case]
     shutil.rmtree(work / "new", ignore_errors=True)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(checkout),
-        "PYTHONSAFEPATH": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    started = time.perf_counter()
-    with (work / "log").open("w") as log:
-        command = [sys.executable, "-m", *words]
-        process = subprocess.Popen(
-            command, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != expected:
-        raise RuntimeError(
-            f"{case} ended with {process.returncode}:\n{(work / 'log').read_text()[-4000:]}"
-        )
-    return {
-        "seconds": time.perf_counter() - started,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-    }
+    environment = {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    seconds, usage = run_command(
+        [sys.executable, "-m", *words],
+        cwd=work,
+        log=work / "log",
+        environment=environment,
+        expected_code=expected,
+    )
+    return {"seconds": seconds, "cpu_seconds": usage.ru_utime + usage.ru_stime}
 
 
 def prepare(checkout: Path, work: Path) -> None:

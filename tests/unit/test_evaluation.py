@@ -1,7 +1,8 @@
 """Score checkpoints: each once, right numbers, safe from rotation."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from trainer.config import ConfigError
 from trainer.runtime.evaluations import FILE_NAME, read_evaluations
 from trainer.runtime.progress import History
 from trainer.tools.evaluate import programs, scorers
-from trainer.tools.evaluate.scorers import SCORERS, Question, program_of
+from trainer.tools.evaluate.scorers import SCORERS, Question, exact, program_of
 from trainer.tools.evaluate.scoring import Evaluation, append_result, evaluate, interval
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
@@ -28,21 +29,17 @@ class Killed(BaseException):
     """Simulates a kill: no code after it runs."""
 
 
-def engine(kill_before: int | None = None) -> Callable[..., Iterator[list[str]]]:
-    """Return an engine that answers with the number modulo 4, five at a time, until it is killed."""
-
-    def generate(export: Path, prompts: Sequence[scorers.Turns], _: int) -> Iterator[list[str]]:
-        numbers = [int(turns[0]["content"]) for turns in prompts]
-        for start in range(0, len(numbers), 5):
-            if kill_before is not None and start >= kill_before:
-                raise Killed
-            yield [str(number % 4) for number in numbers[start : start + 5]]
-
-    return generate
+def answers(export: Path, prompts: Sequence[scorers.Turns], _: int) -> list[str]:
+    """Stands for an engine: answer with the number modulo 4."""
+    return [str(int(turns[0]["content"]) % 4) for turns in prompts]
 
 
-def asked_of(generate: Callable[..., Iterator[list[str]]]) -> Evaluation:
-    return Evaluation("quiz", QUESTIONS, "exact", "fake", generate, 8)
+def killed(*_: object) -> list[str]:
+    raise Killed
+
+
+ASKED = Evaluation("quiz", QUESTIONS, [*map(exact, QUESTIONS)], "exact", "fake", answers, 8)
+KILLED = replace(ASKED, generate=killed)
 
 
 def run_with(root: Path, *steps: int) -> Path:
@@ -59,15 +56,15 @@ def test_after_a_kill_it_asks_again_and_writes_every_sample_once(tmp_path):
     run_dir = run_with(tmp_path, 10)
     (info,) = layout.committed(run_dir)
     with pytest.raises(Killed):
-        evaluate(run_dir, info, asked_of(engine(kill_before=50)))
+        evaluate(run_dir, info, KILLED)
     (run_dir / FILE_NAME).write_text('{"kind":"sample","step":10,"ind')  # torn
-    summary = evaluate(run_dir, info, asked_of(engine()))
+    summary = evaluate(run_dir, info, ASKED)
     right = sum(i % 4 == i % 3 for i in range(100))
     assert summary and (summary["mean"], summary["n"]) == (right / 100, 100)
     assert summary["low"] < right / 100 < summary["high"]
     samples = [row for row in read_evaluations(run_dir) if row["kind"] == "sample"]
     assert sorted(row["index"] for row in samples) == list(range(100))
-    assert evaluate(run_dir, info, asked_of(engine(0))) == summary, "nothing is asked again"
+    assert evaluate(run_dir, info, KILLED) == summary, "nothing is asked again"
 
 
 def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path):
@@ -75,7 +72,7 @@ def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path):
     export = run_with(tmp_path, 10) / "global_step_10" / "huggingface"
     (export / "model.safetensors").rename(export / "model-other-parts.safetensors")
     with pytest.raises(ConfigError, match="weights"):
-        evaluate(tmp_path, layout.committed(tmp_path)[0], asked_of(engine()))
+        evaluate(tmp_path, layout.committed(tmp_path)[0], ASKED)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +96,8 @@ def test_the_interval_is_wilsons(right, n, low, high):
     ],
 )
 def test_scorers(scorer, expected, answer, is_right):
-    assert (SCORERS[scorer](Question([], expected, "q:1"), answer) == "") == is_right
-    assert set(SCORERS) == set(command.SCORERS)
+    judge = SCORERS[scorer](Question([], expected, "q:1"))
+    assert (judge(answer) == "") == is_right
 
 
 @pytest.mark.parametrize("fence", ["```python", '```python title="a.py"'])

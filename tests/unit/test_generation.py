@@ -23,8 +23,7 @@ SAMPLING = {
 
 def answers(export: Path, *texts: str) -> list[str]:
     prompts = [[{"role": "user", "content": text}] for text in texts]
-    batches = make_generate("transformers", "")(export, prompts, 8)
-    return [text for batch in batches for text in batch]
+    return make_generate("transformers", "")(export, prompts, 8)
 
 
 @pytest.fixture

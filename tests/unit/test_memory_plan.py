@@ -1,10 +1,9 @@
 """The memory plan: its numbers, its advice, and that it needs no weights, GPU or other ranks."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import psutil
 import pytest
@@ -18,7 +17,6 @@ from trainer.model import cpu_attention
 from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
 from trainer.tools.plan import checks, fake_step, memory
-from trainer.tools.plan.disk import DiskPlan
 from trainer.tools.plan.live_storage import (
     ACTIVATIONS,
     FROZEN,
@@ -50,8 +48,6 @@ RECOMPUTE = "model.enable_gradient_checkpointing=true"
 CPU = "trainer.device=cpu"
 LORA = "model.lora_rank=4"
 OFFLOAD = "model.fsdp_config.cpu_offload=true"
-SHORT = [f"data.max_token_len_per_gpu={number * 1024}" for number in (3, 2, 1)]
-BOTH = (RECOMPUTE, SHORT[-1])
 
 
 def tokens(number: int, max_length: int, *, batch: int = 64) -> list[str]:
@@ -161,7 +157,7 @@ def test_a_real_step_takes_what_was_planned(tmp_path, num_ranks, is_recomputed, 
     words = [*tokens(192, 64, batch=6 * num_ranks), CPU, "model.fsdp_config.param_dtype=float32"]
     words += [RECOMPUTE] * is_recomputed
     found = planned(tmp_path, num_ranks, *words, **changes)
-    assert found.workload == fake_step.Workload((64, 64, 64), 2)
+    assert found.job.workload == fake_step.Workload((64, 64, 64), 2)
     source = write_model_config(tmp_path, **changes)
     real = run_ranks(real_step, num_ranks, source, is_recomputed)[0]
     assert found.peak_bytes == pytest.approx(sum(real.values()), rel=0.01)
@@ -213,22 +209,11 @@ def test_the_heaviest_micro_batch(words, num_ranks, is_packed, expected):
     assert (found.seqlens, found.num_micro_batches) == expected
 
 
-def a_plan(num_ranks: int, size_bytes: int = 0) -> MemoryPlan:
-    workload = fake_step.Workload((1024,) * 4, 1)
-    return MemoryPlan(
-        num_ranks=num_ranks,
-        is_cuda=True,
-        workload=workload,
-        num_parameters=1,
-        num_trained=1,
-        num_base=1,
-        num_layers=1,
-        num_experts=0,
-        device_bytes={PARAMETERS: size_bytes},
-        host_bytes={},
-        saved_bytes=0,
-        model_dir="",
-    )
+def a_plan(num_ranks: int, *, is_cuda: bool = True) -> MemoryPlan:
+    """Return a plan of 1 GiB on each rank, with checkpoints of 1 GB for each rank."""
+    job = Mock(num_ranks=num_ranks, is_cuda=is_cuda)
+    job.design.source.path = "none"
+    return MemoryPlan(job, 0, 0, 0, {PARAMETERS: 2**30}, {}, saved_bytes=10**9)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str], str]:
@@ -268,19 +253,17 @@ def test_wrong_usage_ends_with_2(tmp_path, capsys):
 
 def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine():
     """The estimate was 1.5 GiB on any number of ranks; eight ranks of a machine take 2 to 4 GiB."""
-    needed = [a_plan(ranks, 2**30).needed_gib - 1.05 for ranks in (1, 2, 4, 8, 16, 512)]
+    needed = [a_plan(ranks).needed_gib - 1.05 for ranks in (1, 2, 4, 8, 16, 512)]
     assert needed == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
-    assert len({replace(a_plan(ranks, 2**30), is_cuda=False).needed_gib for ranks in (1, 8)}) == 1
+    assert len({a_plan(ranks, is_cuda=False).needed_gib for ranks in (1, 8)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("free_bytes", "level"), [(10**10, "ok"), (2 * 10**9, "warn"), (10**9, "fail")]
-)
-def test_a_disk_needs_room_for_checkpoints(free_bytes, level, monkeypatch):
-    disk = DiskPlan(checkpoint_bytes=11 * 10**8, export_bytes=10**8, num_checkpoints=2)
-    monkeypatch.setattr(checks, "plan_disk", lambda config, plan: disk)
-    monkeypatch.setattr(checks.fsio, "free_bytes", lambda path: free_bytes)
-    assert checks.check_disk(load_config([CPU]), a_plan(2)).level == level
+@pytest.mark.parametrize(("free_gb", "level"), [(10, "ok"), (3, "warn"), (2, "fail")])
+def test_a_disk_needs_room_for_checkpoints(free_gb, level, monkeypatch):
+    """The one that is kept, and the one being written, of 2 GB each."""
+    monkeypatch.setattr(checks.fsio, "free_bytes", lambda path: free_gb * 10**9)
+    config = load_config(["trainer.max_ckpt_to_keep=1"])
+    assert checks.check_disk(config, a_plan(2)).level == level
 
 
 def test_the_limit_of_a_container_is_the_memory_that_may_be_used(tmp_path, monkeypatch):

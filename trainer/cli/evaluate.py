@@ -21,12 +21,12 @@ from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
 from trainer.runtime.evaluations import EXEC, PREFIX
 from trainer.runtime.heartbeat import is_live
+from trainer.tools.evaluate import scorers
 
 if TYPE_CHECKING:
     from trainer.tools.evaluate.scoring import Evaluation
 
 POLL_S = 5.0
-SCORERS = ("exact", "numeric", EXEC)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
@@ -66,7 +66,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         "--watch", action="store_true", help="also score new checkpoints until the run has ended"
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--score", choices=SCORERS, help="how to score an answer")
+    what.add_argument("--score", choices=scorers.SCORERS, help="how to score an answer")
     what.add_argument(
         "--attach", nargs=3, metavar=("STEP", "NAME", "VALUE"), help="a result measured elsewhere"
     )
@@ -115,7 +115,6 @@ def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
         raise ConfigError(
             f"--score {EXEC} runs programs that the model wrote.\nFix: add --allow-code to allow it"
         )
-    from trainer.tools.evaluate import scorers
     from trainer.tools.evaluate.engines import make_generate
     from trainer.tools.evaluate.programs import require_isolation
     from trainer.tools.evaluate.scoring import Evaluation
@@ -127,11 +126,11 @@ def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
         questions = scorers.read_questions(arguments.prompts, answer_key=column)
     else:
         questions = scorers.held_out_questions(run_dir, answer_key=column)
-    # fails for a missing column before anything is written
-    scorers.SCORERS[arguments.score](questions[0], "")
     return Evaluation(
         name=arguments.name,
         questions=questions,
+        # fails for a question that cannot be scored before anything is written
+        judges=[scorers.SCORERS[arguments.score](question) for question in questions],
         scorer=arguments.score,
         engine=arguments.engine,
         generate=make_generate(arguments.engine, arguments.python),

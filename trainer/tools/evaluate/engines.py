@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,8 @@ NUM_LOG_LINES = 12
 BATCH = 32
 """The number of prompts in one batch of transformers."""
 
-Generate = Callable[[Path, Sequence[Turns], int], Iterator[list[str]]]
-"""Takes an export, prompts and the maximum number of new tokens. Yields batches of answers, in the
-order of the prompts.
-"""
+Generate = Callable[[Path, Sequence[Turns], int], list[str]]
+"""Takes an export, prompts and the maximum number of new tokens. Returns the answers."""
 
 
 def make_generate(engine: str, python: str) -> Generate:
@@ -46,22 +44,22 @@ def make_generate(engine: str, python: str) -> Generate:
     return partial(generate_in_vllm, python)
 
 
-def model_of(export: Path) -> tuple[Path, int]:
-    """Return the directory of the whole model, and the rank of the adapter.
+def model_of(export: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the directory of the whole model, and the settings of the adapter.
 
-    The whole model is the export itself with rank 0, or the base model of an adapter. Raises
+    The whole model is the export itself, without settings, or the base model of an adapter. Raises
     `ConfigError` if the base model is missing.
     """
-    if not (export / PEFT_CONFIG).exists():
-        return export, 0
-    settings = json.loads((export / PEFT_CONFIG).read_text(encoding="utf-8"))
+    settings = read_object(export / PEFT_CONFIG)
+    if not settings:
+        return export, settings
     base = Path(str(settings["base_model_name_or_path"]))
     if not base.is_dir():
         raise ConfigError(
             f"'{export}' is an adapter, and there is no directory '{base}' for its base model.\n"
             f"Fix: put the base model there"
         )
-    return base, int(settings["r"])
+    return base, settings
 
 
 def load_model(
@@ -71,11 +69,11 @@ def load_model(
 
     `dtype="auto"` keeps the dtype of the files.
     """
-    path, rank = model_of(export)
+    path, adapter = model_of(export)
     whole = whole_model(_from_files(transformers.AutoConfig, path), str(path))
     loader: Any = transformers.AutoModelForCausalLM if whole is None else type(whole)
     model: Any = _from_files(loader, path, dtype=dtype)
-    if rank and has_adapter:
+    if adapter and has_adapter:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, export).to(model.dtype)
@@ -132,8 +130,8 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
     `asked` holds the other fields of the job. Raises `ConfigError` with the end of the log if it
     fails.
     """
-    model, rank = model_of(export)
-    if rank and read_object(export / PEFT_CONFIG).get("modules_to_save"):
+    model, adapter = model_of(export)
+    if adapter.get("modules_to_save"):
         raise ConfigError(
             f"vLLM does not serve '{export}', an adapter with modules_to_save.\nFix: make the merged "
             f"model with `{call(f'checkpoint export {export.parent} TARGET')}`, and serve that"
@@ -141,12 +139,12 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
     with tempfile.TemporaryDirectory(prefix="sft-vllm-") as work:
         job_file = Path(work, "job.json")
         answer_file = Path(work, "answer.json")
+        rank = max(LEAST_VLLM_RANK, adapter.get("r", 0))
         job = {
             **asked,
             "model": str(model),
-            "adapter": str(export) if rank else None,
-            # vLLM accepts only powers of two
-            "max_lora_rank": max(LEAST_VLLM_RANK, 1 << (rank - 1).bit_length()),
+            "adapter": str(export) if adapter else None,
+            "max_lora_rank": 1 << (rank - 1).bit_length(),  # vLLM accepts only powers of two
             "answer": str(answer_file),
         }
         job_file.write_text(json.dumps(job), encoding="utf-8")
@@ -210,8 +208,8 @@ class _Chat:
 @torch.no_grad()
 def generate_in_transformers(
     export: Path, prompts: Sequence[Turns], max_new_tokens: int
-) -> Iterator[list[str]]:
-    """Yield the answers of transformers to `BATCH` prompts at a time, padded on the left."""
+) -> list[str]:
+    """Return the answers of transformers, to `BATCH` prompts at a time, padded on the left."""
     transformers.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chat = _Chat(export)
@@ -225,6 +223,7 @@ def generate_in_transformers(
         eos_token_id=chat.stop_ids,
         pad_token_id=chat.tokenizer.pad_token_id,
     )
+    answers: list[str] = []
     for start in range(0, len(prompts), BATCH):
         rows = [chat.ids(turns) for turns in prompts[start : start + BATCH]]
         padded = chat.tokenizer.pad(
@@ -235,13 +234,14 @@ def generate_in_transformers(
         ).to(device)
         width = padded["input_ids"].shape[1]
         generated = model.generate(**padded)
-        yield [chat.text(row) for row in generated[:, width:].tolist()]
+        answers += [chat.text(row) for row in generated[:, width:].tolist()]
+    return answers
 
 
 def generate_in_vllm(
     python: str, export: Path, prompts: Sequence[Turns], max_new_tokens: int
-) -> Iterator[list[str]]:
-    """Yield vLLM's answers to all prompts as a single batch."""
+) -> list[str]:
+    """Return vLLM's answers."""
     chat = _Chat(export)
     job = {
         "ids": [chat.ids(turns) for turns in prompts],
@@ -249,4 +249,4 @@ def generate_in_vllm(
         "stop_ids": chat.stop_ids,
     }
     answer = ask_vllm(export, job, python=python)
-    yield [chat.text(ids) for ids in answer["ids"]]
+    return [chat.text(ids) for ids in answer["ids"]]

@@ -1,4 +1,7 @@
-"""The questions for a model, and the functions that score its answers."""
+"""The questions for a model, and the functions that score its answers.
+
+Only `held_out_questions` imports torch.
+"""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,7 +17,6 @@ from trainer.errors import DataError
 from trainer.runtime.evaluations import EXEC
 from trainer.tools.evaluate.programs import run_tests
 from trainer.tracking.run_info import read_config
-from trainer.train.start.inputs import prepare_data_alone
 
 MESSAGES = "messages"
 PROMPT = "prompt"
@@ -42,10 +44,13 @@ class Question:
     place: str
 
 
-Scorer = Callable[[Question, str], str]
-"""Returns the reason why an answer is wrong, or an empty string if it is right.
-
-Several threads call it at the same time. Raises `DataError` for a question that it cannot score.
+Judge = Callable[[str], str]
+"""Returns the reason why an answer is wrong, or an empty string if it is right. Each thread calls
+a different one.
+"""
+Scorer = Callable[[Question], Judge]
+"""Returns the judge of the answers to a question. Raises `DataError` for a question that it cannot
+score.
 """
 
 
@@ -70,6 +75,8 @@ def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
 
     Raises `ConfigError` if the run has none, `DataError` for an unusable row.
     """
+    from trainer.train.start.inputs import prepare_data_alone
+
     validation = prepare_data_alone(parse_recorded(read_config(run_dir))).validation
     if validation is None:
         raise ConfigError("the run holds out no rows for validation.\nFix: add --prompts FILE")
@@ -110,25 +117,29 @@ def _question(row: Any, answer_key: str, place: str) -> Question:
     return Question(turns, expected, place)
 
 
-def exact(question: Question, answer: str) -> str:
+def exact(question: Question) -> Judge:
     """Compare the answer with the expected text, ignoring differences in white space."""
     expected = _text(question)
-    return "" if answer.split() == expected.split() else f"is not: {expected}"
+    return lambda answer: "" if answer.split() == expected.split() else f"is not: {expected}"
 
 
-def numeric(question: Question, answer: str) -> str:
+def numeric(question: Question) -> Judge:
     """Compare the last numbers of the answer and the expected text.
 
     If a text contains `####`, only the part after the last one counts.
     """
     expected = _number(_text(question))
-    found = _number(answer)
     if expected is None:
         raise DataError(f"{question.place}: its answer has no number")
-    return "" if found == expected else f"{found} is not {expected}"
+
+    def judge(answer: str) -> str:
+        found = _number(answer)
+        return "" if found == expected else f"{found} is not {expected}"
+
+    return judge
 
 
-def executed(question: Question, answer: str) -> str:
+def executed(question: Question) -> Judge:
     """Run the program in the answer against the tests of the question."""
     tests = [question.expected] if isinstance(question.expected, str) else question.expected
     is_usable = isinstance(tests, list) and all(isinstance(t, str) and t.strip() for t in tests)
@@ -137,7 +148,7 @@ def executed(question: Question, answer: str) -> str:
             f"{question.place}: {EXEC} needs tests: a Python text, or a list of them.\n"
             f"Fix: name their column with --answer"
         )
-    return run_tests(program_of(answer), tests)
+    return lambda answer: run_tests(program_of(answer), tests)
 
 
 SCORERS: dict[str, Scorer] = {"exact": exact, "numeric": numeric, EXEC: executed}

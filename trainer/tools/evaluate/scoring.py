@@ -29,7 +29,7 @@ from trainer.runtime.evaluations import (
 )
 from trainer.runtime.json_lines import AppendFile, strict
 from trainer.tools.evaluate.engines import Generate
-from trainer.tools.evaluate.scorers import SCORERS, Question
+from trainer.tools.evaluate.scorers import Judge, Question
 from trainer.tracking import Tracking, metrics_file, read_metrics, run_info
 
 DIRECTORY = "evaluation"
@@ -39,10 +39,11 @@ Z = 1.959964
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The questions that every checkpoint is asked, and the way its answers are scored."""
+    """The questions that every checkpoint is asked, with a judge of the answers to each."""
 
     name: str
     questions: Sequence[Question]
+    judges: Sequence[Judge]
     scorer: str
     engine: str
     generate: Generate
@@ -133,24 +134,23 @@ def _append(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
     """Ask all questions, and return a scored row for each."""
     prompts = [question.turns for question in asked.questions]
-    rows: list[dict[str, Any]] = []
+    answers = asked.generate(export, prompts, asked.max_new_tokens)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for answers in asked.generate(export, prompts, asked.max_new_tokens):
-            questions = asked.questions[len(rows) : len(rows) + len(answers)]
-            reasons = pool.map(SCORERS[asked.scorer], questions, answers)
-            for question, answer, reason in zip(questions, answers, reasons, strict=True):
-                row = {
-                    "kind": SAMPLE,
-                    "name": asked.name,
-                    "index": len(rows),
-                    "prompt": question.turns,
-                    "answer": question.expected,
-                    "completion": answer,
-                    "score": 0.0 if reason else 1.0,
-                    "reason": reason,
-                }
-                rows.append(row)
-    return rows
+        reasons = pool.map(lambda judge, answer: judge(answer), asked.judges, answers)
+    scored = zip(asked.questions, answers, reasons, strict=True)
+    return [
+        {
+            "kind": SAMPLE,
+            "name": asked.name,
+            "index": index,
+            "prompt": question.turns,
+            "answer": question.expected,
+            "completion": answer,
+            "score": 0.0 if reason else 1.0,
+            "reason": reason,
+        }
+        for index, (question, answer, reason) in enumerate(scored)
+    ]
 
 
 def publish(run_dir: Path, name: str) -> None:
@@ -163,7 +163,18 @@ def publish(run_dir: Path, name: str) -> None:
     missing = {step: row for step, row in summaries.items() if sent.get(step) != row["mean"]}
     if not missing:
         return
-    tracking = _tracking(run_dir, name, directory)
+    trainer = parse_recorded(run_info.read_config(run_dir)).trainer
+    run = run_info.read_run_file(run_dir / run_info.FILE_NAME)
+    experiment = trainer.experiment_name
+    # a separate tracker run, with the project, the group and the trackers of the training run
+    tracking = Tracking(
+        trainer.project_name,
+        f"{experiment}_{name}",
+        [backend for backend in trainer.logger if backend != "console"],
+        {"evaluation": name, "of": experiment},
+        run_dir=directory,
+        group=str(run.get("group", experiment)),
+    )
     try:
         for step, row in missing.items():
             values = {metric: row["mean"]}
@@ -172,20 +183,3 @@ def publish(run_dir: Path, name: str) -> None:
             tracking.log(values, step)
     finally:
         tracking.finish()
-
-
-def _tracking(run_dir: Path, name: str, directory: Path) -> Tracking:
-    """Return a separate tracker run, with the project, the group and the trackers of the training
-    run.
-    """
-    trainer = parse_recorded(run_info.read_config(run_dir)).trainer
-    run = run_info.read_run_file(run_dir / run_info.FILE_NAME)
-    experiment = trainer.experiment_name
-    return Tracking(
-        trainer.project_name,
-        f"{experiment}_{name}",
-        [backend for backend in trainer.logger if backend != "console"],
-        {"evaluation": name, "of": experiment},
-        run_dir=directory,
-        group=str(run.get("group", experiment)),
-    )

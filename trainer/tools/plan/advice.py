@@ -3,9 +3,8 @@
 import math
 from collections.abc import Callable
 
-from trainer.config import MAX_TOKENS, OFFLOAD, RECOMPUTE, Config, ModelConfig
-from trainer.runtime.distributed import mesh_dimensions
-from trainer.tools.plan.memory import Change, MemoryPlan
+from trainer.config import MAX_TOKENS, OFFLOAD, RECOMPUTE, Config, ConfigError
+from trainer.tools.plan.memory import Change, MemoryPlan, require_ranks
 
 MAX_RANKS = 512
 RECOMPUTED = f"{RECOMPUTE}=true"
@@ -32,10 +31,10 @@ def change_series(config: Config, now: MemoryPlan) -> list[list[Change]]:
     Then parameters and optimizer state in host memory: alone, with recomputation, and with
     recomputation and shorter micro-batches.
     """
-    here = now.num_ranks
+    here = now.job.num_ranks
     max_length = config.data.max_length
     sharing = config.model.ulysses_sequence_parallel_size
-    num_documents = math.ceil(now.workload.num_tokens / max_length)
+    num_documents = math.ceil(now.job.workload.num_tokens / max_length)
     shorter = [
         f"{MAX_TOKENS}={math.ceil(number * max_length / sharing)}"
         for number in reversed(range(1, num_documents))
@@ -44,11 +43,11 @@ def change_series(config: Config, now: MemoryPlan) -> list[list[Change]]:
     recompute = () if is_recomputed else (RECOMPUTED,)
     both = (*recompute, *shorter[-1:])
     powers_of_2 = (2**exponent for exponent in range(1, MAX_RANKS.bit_length()))
-    more_ranks = [n for n in powers_of_2 if n > here and _is_possible(n, config.model, now)]
+    more_ranks = [n for n in powers_of_2 if n > here and _is_possible(n, now)]
 
-    inputs = [OFFLOAD_INPUTS] if now.is_cuda else []
+    inputs = [OFFLOAD_INPUTS] if now.job.is_cuda else []
     # a configuration with both expert parallelism and offloaded state is refused
-    state = [STATE_ON_HOST] if now.is_cuda and config.model.expert_parallel_size == 1 else []
+    state = [STATE_ON_HOST] if now.job.is_cuda and config.model.expert_parallel_size == 1 else []
     found = [
         [Change(here, (word,)) for word in shorter],
         [Change(here, recompute)],
@@ -61,12 +60,9 @@ def change_series(config: Config, now: MemoryPlan) -> list[list[Change]]:
     return [series for series in found if series]
 
 
-def _is_possible(num_ranks: int, model: ModelConfig, now: MemoryPlan) -> bool:
-    """Return True if the model can be trained on this number of ranks."""
-    fsdp_size = model.fsdp_config.fsdp_size
-    expert_size = model.expert_parallel_size
-    group_sizes = max(1, fsdp_size), model.ulysses_sequence_parallel_size, expert_size
-    if num_ranks % math.lcm(*group_sizes):
+def _is_possible(num_ranks: int, now: MemoryPlan) -> bool:
+    try:
+        require_ranks(now.job.design, num_ranks)
+    except ConfigError:
         return False
-    num_shards = mesh_dimensions(num_ranks, fsdp_size=fsdp_size)["fsdp"]
-    return expert_size == 1 or now.num_experts % num_shards == 0
+    return True

@@ -9,7 +9,7 @@ from trainer.config import Config
 from trainer.launch.checks import Checked, Launch
 from trainer.runtime.text import readable
 from trainer.tools.plan import memory
-from trainer.tools.plan.disk import plan_disk
+from trainer.tools.plan.disk import checkpoint_bytes, export_bytes, most_checkpoints
 from trainer.tools.plan.memory import GIB, Change, MemoryPlan
 
 
@@ -33,7 +33,7 @@ def memory_and_disk(launch: Launch) -> Iterator[Checked]:
 
 def check_memory(plan: MemoryPlan, limit_gib: float, *, fix: str) -> Checked:
     """Compare the memory that a rank needs with a limit."""
-    kind = "GPU" if plan.is_cuda else "host"
+    kind = "GPU" if plan.job.is_cuda else "host"
     what = f"a rank needs {plan.needed_gib:.1f} of {limit_gib:.1f} GiB of {kind} memory (predicted)"
     if plan.needed_gib <= limit_gib:
         return Checked("ok", what)
@@ -42,18 +42,15 @@ def check_memory(plan: MemoryPlan, limit_gib: float, *, fix: str) -> Checked:
 
 def check_disk(config: Config, plan: MemoryPlan) -> Checked:
     """Check the space for checkpoints: warn if not all of them fit, fail if not even one fits."""
-    disk = plan_disk(config, plan)
     run_dir = Path(config.trainer.default_local_dir)
-    one_bytes = disk.checkpoint_bytes
-    number = max(1, (disk.num_checkpoints or 1) - len(layout.committed(run_dir)))
-    kept = (
-        "all are kept"
-        if disk.num_checkpoints is None
-        else f"at most {disk.num_checkpoints} at a time"
-    )
+    exported_bytes = export_bytes(config, plan)
+    one_bytes = checkpoint_bytes(config, plan)
+    most = most_checkpoints(config)
+    number = max(1, (most or 1) - len(layout.committed(run_dir)))
+    kept = "all are kept" if most is None else f"at most {most} at a time"
     free_bytes = fsio.free_bytes(existing_parent(run_dir))
     what = (
-        f"{run_dir}: checkpoints of {readable(one_bytes)} ({readable(disk.export_bytes)} of it "
+        f"{run_dir}: checkpoints of {readable(one_bytes)} ({readable(exported_bytes)} of it "
         f"huggingface/), {kept}; {readable(number * one_bytes)} to come, {readable(free_bytes)} free"
     )
     if free_bytes >= number * one_bytes * SPARE:

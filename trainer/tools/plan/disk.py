@@ -1,6 +1,9 @@
-"""Plan the disk space that a run's checkpoints need."""
+"""Plan the disk space that a run's checkpoints need, without reading weights.
 
-from dataclasses import dataclass
+The plan does not count untrained tensors that are only copied to the export, or copies in the run
+directory.
+"""
+
 from pathlib import Path
 
 import torch
@@ -10,36 +13,15 @@ from trainer.config import Config
 from trainer.tools.plan.memory import MemoryPlan
 
 
-@dataclass(frozen=True)
-class DiskPlan:
-    """Disk space that a run needs.
-
-    `export_bytes` is included in `checkpoint_bytes`. `num_checkpoints` is the largest number of
-    checkpoints that exist at once, or None if all are kept and the run's length is unknown.
-    """
-
-    checkpoint_bytes: int
-    export_bytes: int
-    num_checkpoints: int | None
+def checkpoint_bytes(config: Config, plan: MemoryPlan) -> int:
+    """Return the size of a checkpoint: the shards of all ranks and the export."""
+    return plan.saved_bytes * plan.job.num_ranks + export_bytes(config, plan)
 
 
-def plan_disk(config: Config, plan: MemoryPlan) -> DiskPlan:
-    """Plan checkpoints without reading weights.
-
-    The plan does not count untrained tensors that are only copied to the export, or copies in the
-    run directory.
-    """
-    export_bytes = _export_bytes(config, plan)
-    return DiskPlan(
-        checkpoint_bytes=plan.saved_bytes * plan.num_ranks + export_bytes,
-        export_bytes=export_bytes,
-        num_checkpoints=_num_checkpoints(config),
-    )
-
-
-def _export_bytes(config: Config, plan: MemoryPlan) -> int:
+def export_bytes(config: Config, plan: MemoryPlan) -> int:
+    """Return the size of a checkpoint's `huggingface/`."""
     checkpoint = config.trainer.checkpoint
-    companions = companion_files(Path(plan.model_dir))
+    companions = companion_files(Path(plan.job.design.source.path))
     size_bytes = sum(path.stat().st_size for path in companions)
     if not checkpoint.exports_weights:
         return size_bytes
@@ -51,9 +33,9 @@ def _export_bytes(config: Config, plan: MemoryPlan) -> int:
     return size_bytes + num_exported * dtype.itemsize
 
 
-def _num_checkpoints(config: Config) -> int | None:
+def most_checkpoints(config: Config) -> int | None:
     """Return the largest number of checkpoints that exist at a time: those kept and the one being
-    written. Return None if it is unknown.
+    written. Return None if all are kept and the length of the run is unknown.
     """
     trainer = config.trainer
     limits = []

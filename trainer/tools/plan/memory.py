@@ -87,22 +87,16 @@ class Change:
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of one rank by category at the fullest moment of a step, on its device and in host
-    memory. `saved_bytes` is the size of the rank's shards in a checkpoint. `num_experts` divides
-    the number of experts of each layer that has some; it is 0 if no layer has.
+    memory. `saved_bytes` is the size of the rank's shards in a checkpoint.
     """
 
-    num_ranks: int
-    is_cuda: bool
-    workload: Workload
+    job: Job
     num_parameters: int
     num_trained: int
     num_base: int
-    num_layers: int
-    num_experts: int
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
     saved_bytes: int
-    model_dir: str
 
     @property
     def peak_bytes(self) -> int:
@@ -113,14 +107,14 @@ class MemoryPlan:
     def outside_gib(self) -> float:
         """Estimated memory for everything except the tensors of the step."""
         tensors_gib = self.peak_bytes / GIB
-        if not self.is_cuda:
+        if not self.job.is_cuda:
             return CPU_OUTSIDE_GIB + CPU_GAPS * tensors_gib
         nccl_gib = NCCL_GIB_PER_DOUBLING * math.log2(self.num_ranks_per_machine)
         return CUDA_OUTSIDE_GIB + nccl_gib + CUDA_GAPS * tensors_gib
 
     @property
     def num_ranks_per_machine(self) -> int:
-        return min(self.num_ranks, RANKS_PER_MACHINE)
+        return min(self.job.num_ranks, RANKS_PER_MACHINE)
 
     @property
     def host_gib(self) -> float:
@@ -130,7 +124,7 @@ class MemoryPlan:
     def needed_gib(self) -> float:
         """Memory that a rank needs; without a GPU, host memory counts too."""
         on_device_gib = self.peak_bytes / GIB + self.outside_gib
-        return on_device_gib if self.is_cuda else on_device_gib + self.host_gib
+        return on_device_gib if self.job.is_cuda else on_device_gib + self.host_gib
 
 
 def planner(config: Config) -> Callable[[Change], MemoryPlan]:
@@ -161,7 +155,7 @@ def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
             measured = [FEWEST_LAYERS, FEWEST_LAYERS + 1]
         steps = [measure(job, num_layers) for num_layers in measured]
         step = extrapolated(steps[0], steps[-1], len(layers) - measured[0])
-        return _plan(job, step, len(layers))
+        return _plan(job, step)
     except ConfigError:
         raise
     except Exception as error:  # a model's code may fail in any way on fake tensors
@@ -207,7 +201,7 @@ def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> W
     return Workload(seqlens, num_micro_batches)
 
 
-def _plan(job: Job, measured: Measured, num_layers: int) -> MemoryPlan:
+def _plan(job: Job, measured: Measured) -> MemoryPlan:
     """Make the plan from a measured step: the fullest moment on the device, and the host memory."""
     device = max(measured[DEVICE].values(), key=lambda held: held.total())
     always_shown = set(NAMES) - {HOST_INPUTS, FROZEN}
@@ -223,18 +217,13 @@ def _plan(job: Job, measured: Measured, num_layers: int) -> MemoryPlan:
     named = dict(job.design.model.named_parameters())
     parameters = list(named.values())
     return MemoryPlan(
-        num_ranks=job.num_ranks,
-        is_cuda=job.is_cuda,
-        workload=job.workload,
+        job=job,
         num_parameters=sum(map(num_weights, parameters)),
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
         num_base=sum(num_weights(p) for name, p in named.items() if not is_adapter(name)),
-        num_layers=num_layers,
-        num_experts=math.gcd(*(module.num_experts for module in experts_of(job.design.model))),
         device_bytes={n: device[n] for n in NAMES if n in always_shown or device[n]},
         host_bytes=host,
         saved_bytes=saved,
-        model_dir=job.design.source.path,
     )
 
 
@@ -271,18 +260,8 @@ def _job(config: Config, num_ranks: int) -> Job:
         fsdp = replace(fsdp, param_dtype=str(dtype).removeprefix("torch."))
     config = replace(config, model=replace(model, compile=False, fsdp_config=fsdp))
     source = source_of(config)
-    require_sizes(
-        num_ranks,
-        fsdp_size=fsdp.fsdp_size,
-        sequence_size=model.ulysses_sequence_parallel_size,
-        expert_size=model.expert_parallel_size,
-    )
     design = assemble.design_model(config.model, source, max_length=config.data.max_length)
-    if model.expert_parallel_size > 1:
-        num_shards = mesh_dimensions(num_ranks, fsdp_size=fsdp.fsdp_size)["fsdp"]
-        expert_exchange.require_even(
-            experts_of(design.model), num_shards, expert_size=model.expert_parallel_size
-        )
+    require_ranks(design, num_ranks)
     data = replace(config.data, max_token_len_per_gpu=config.max_micro_batch_tokens)
     num_data_ranks = num_ranks // model.ulysses_sequence_parallel_size
     return Job(
@@ -292,6 +271,22 @@ def _job(config: Config, num_ranks: int) -> Job:
         is_cuda=is_cuda,
         workload=heaviest_workload(data, num_data_ranks, is_packed=design.reason is None),
     )
+
+
+def require_ranks(design: assemble.Design, num_ranks: int) -> None:
+    """Raise `ConfigError` unless this number of ranks can train the model."""
+    model = design.config
+    fsdp_size = model.fsdp_config.fsdp_size
+    expert_size = model.expert_parallel_size
+    require_sizes(
+        num_ranks,
+        fsdp_size=fsdp_size,
+        sequence_size=model.ulysses_sequence_parallel_size,
+        expert_size=expert_size,
+    )
+    if expert_size > 1:
+        num_shards = mesh_dimensions(num_ranks, fsdp_size=fsdp_size)["fsdp"]
+        expert_exchange.require_even(experts_of(design.model), num_shards, expert_size=expert_size)
 
 
 def source_of(config: Config) -> ModelSource:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.shards import CorruptShardError, local_tensors, read_torch
-from trainer.tracking.metrics_file import FILE_NAME, read_metrics
+from trainer.tools.verify.runs import logged
 
 STEP_KEYS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/total_token_count")
 LOADER = "loader"
@@ -19,6 +19,8 @@ LOADER = "loader"
 
 class Missing(str):
     """The reason why a run lacks a value. It differs from every value, even from itself."""
+
+    __repr__ = str.__str__
 
 
 MISSING = Missing("missing")
@@ -52,21 +54,14 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
 
 def _values(run_dir: Path, steps: int) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of everything to compare."""
-    rows = _rows(run_dir, "train")
+    rows = {row["step"]: row for row in logged(run_dir, "train")}
     for step in sorted({*range(1, steps + 1), *rows}):
         row = rows.get(step, {})
         for key in STEP_KEYS:
             yield f"step {step}, {key}", row.get(key, MISSING)
     yield from _saved(run_dir / layout.step_dir_name(steps))
-    for step, row in _rows(run_dir, "val").items():
-        yield f"validation of step {step}, val/loss", row.get("val/loss", MISSING)
-
-
-def _rows(run_dir: Path, kind: str) -> dict[int, dict[str, Any]]:
-    """Return {step: its newest row} for rows of one kind."""
-    path = run_dir / FILE_NAME
-    rows = read_metrics(path) if path.exists() else []
-    return {row["step"]: row for row in rows if row["kind"] == kind}
+    for row in logged(run_dir, "val"):
+        yield f"validation of step {row['step']}, val/loss", row.get("val/loss", MISSING)
 
 
 def _saved(checkpoint: Path) -> Iterator[tuple[str, Any]]:
@@ -129,8 +124,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Missing):
-        return str(value)
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         (local,) = local_tensors(value)

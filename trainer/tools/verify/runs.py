@@ -34,6 +34,13 @@ POLL_S = 0.02
 NUM_LOG_LINES = 20
 
 
+def logged(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the logged rows of one kind by rising step; [] without a log."""
+    path = run_dir / FILE_NAME
+    rows = read_metrics(path) if path.exists() else []
+    return [row for row in rows if row["kind"] == kind]
+
+
 class RunFailedError(RuntimeError):
     """A run failed; the message contains the end of its log."""
 
@@ -53,9 +60,7 @@ class ShortRun:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the logged training steps."""
-        path = self.run_dir / FILE_NAME
-        rows = read_metrics(path) if path.exists() else []
-        return [row for row in rows if row["kind"] == "train"]
+        return logged(self.run_dir, "train")
 
     def last_step(self) -> int:
         return max((row["step"] for row in self.rows()), default=0)
@@ -67,31 +72,40 @@ class ShortRun:
         return self.last_step() >= KILL_AFTER and self.saved_step() > 0
 
 
+@dataclass
 class Runs:
-    """Runs of a recipe on `num_ranks` ranks. They write only in `directory`.
+    """Runs of a recipe, given by the user's overrides, on `num_ranks` ranks. They write only in
+    `directory`.
 
     `planned_gib` predicts a rank's memory from a configuration and a number of ranks.
     """
 
-    def __init__(
-        self,
-        overrides: Sequence[str],
-        num_ranks: int,
-        directory: Path,
-        *,
-        is_on_gpu: bool,
-        planned_gib: Callable[[Config, int], float],
-    ) -> None:
-        self.num_ranks = num_ranks
-        self.is_on_gpu = is_on_gpu
-        self.directory = directory
-        self.planned_gib = planned_gib
-        self._overrides = (*self._first_overrides(overrides), *overrides)
+    overrides: Sequence[str]
+    num_ranks: int
+    directory: Path
+    is_on_gpu: bool
+    planned_gib: Callable[[Config, int], float]
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Settings that the user's overrides may replace (few rows, and a separate cache), then the
+        overrides.
+        """
+        batch_size = load_config(list(self.overrides)).data.train_batch_size
+        words = [
+            f"data.train_max_samples={2 * NUM_STEPS * batch_size}",
+            f"data.cache_dir={as_word(str(self.directory / 'cache'))}",
+        ]
+        if self.is_on_gpu:
+            words.append("trainer.deterministic=true")
+        else:
+            words += ["trainer.device=cpu", "model.fsdp_config.param_dtype=float32"]
+        return [*words, *self.overrides]
 
     @property
     def config(self) -> Config:
         """The recipe with the settings of these runs."""
-        return load_config(list(self._overrides))
+        return load_config(self.words)
 
     @cached_property
     def straight(self) -> ShortRun:
@@ -143,7 +157,7 @@ class Runs:
 
         All its processes end with it. Raises `RunFailedError`.
         """
-        words = [str(num_ranks or self.num_ranks), *self._overrides, *overrides]
+        words = [str(num_ranks or self.num_ranks), *self.words, *overrides]
         words += [f"trainer.default_local_dir={as_word(str(run.run_dir))}", *_FORCED]
         with run.log.open("ab") as output:
             process = subprocess.Popen(
@@ -169,17 +183,6 @@ class Runs:
             lines = run.said().splitlines()[-NUM_LOG_LINES:]
             raise RunFailedError("\n  ".join([f"{code}; the end of its log:", *lines]))
         return False
-
-    def _first_overrides(self, overrides: Sequence[str]) -> list[str]:
-        """Return settings that the user's overrides may replace: few rows, and a separate cache."""
-        batch_size = load_config(list(overrides)).data.train_batch_size
-        words = [
-            f"data.train_max_samples={2 * NUM_STEPS * batch_size}",
-            f"data.cache_dir={as_word(str(self.directory / 'cache'))}",
-        ]
-        if self.is_on_gpu:
-            return [*words, "trainer.deterministic=true"]
-        return [*words, "trainer.device=cpu", "model.fsdp_config.param_dtype=float32"]
 
 
 _FORCED = (

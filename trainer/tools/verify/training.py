@@ -1,9 +1,10 @@
 """The checks of `doctor --run`: compare short runs with each other and with the plan."""
 
-import math
 import re
 import statistics
 from collections.abc import Callable
+
+import numpy as np
 
 from trainer.launch.checks import Checked
 from trainer.tools.verify.equality import compare_runs
@@ -80,7 +81,7 @@ def _differences(left: ShortRun, right: ShortRun) -> dict[str, float]:
     found = {}
     for key in TOLERANCES:
         values = [abs(a[key] - b[key]) / abs(a[key]) for a, b in pairs]
-        found[key] = math.nan if any(map(math.isnan, values)) else max(values)
+        found[key] = float(np.max(values))  # NaN if a value is NaN
     return found
 
 
