@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from processes import wait_until
 from runs import REPOSITORY, environment, processes_of
+from sweeps import short_or_full
 from whole_runs import tiny_model
 
 from trainer.cli import doctor
@@ -94,20 +95,14 @@ def test_a_gradient_that_is_lost_on_one_rank_is_found(runs):
     assert found.level == "fail" and found.fix
 
 
-def test_sums_in_a_random_order_are_found_and_not_blamed_on_resume(
-    runs,
-):
-    found = training.check_resume(runs(RANDOM_SUMS))
-    assert (
-        found.level == "fail"
-        and "not deterministic" in found.what
-        and "trainer.deterministic" in found.fix
-    )
+SPREAD = (RANDOM_SUMS, "not deterministic", "trainer.deterministic")
+RESUMED = (WRONG_AFTER_RESUME, "first at step 1", "")
 
 
-def test_a_run_that_continues_differently_is_found(runs):
-    found = training.check_resume(runs(WRONG_AFTER_RESUME))
-    assert found.level == "fail" and "first at step 1" in found.what
+@pytest.mark.parametrize(("fault", "what", "fix"), short_or_full([SPREAD], full=[SPREAD, RESUMED]))
+def test_sums_in_a_random_order_are_not_blamed_on_resume(runs, fault, what, fix):
+    found = training.check_resume(runs(fault))
+    assert found.level == "fail" and what in found.what and fix in found.fix
 
 
 def test_a_recipe_that_does_not_train_fails_and_the_rest_waits(

@@ -47,7 +47,7 @@ pytestmark = [
 ]
 QUESTION = "Write a Python function multiply_by_31(x) that returns x times 31."
 FAMILIES = short_or_full(
-    ("llama", "qwen3_moe"), full=("llama", "mistral", "qwen3", "qwen3_moe", "gemma3_text")
+    ("qwen3_moe",), full=("llama", "mistral", "qwen3", "qwen3_moe", "gemma3_text")
 )
 WHOLE = "gemma3"
 """A checkpoint of text and images."""

@@ -1,10 +1,12 @@
 """QLoRA: NF4 weights by their definition, and training on them as on a plain dequantized base."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import each, run_ranks
+from sweeps import short_or_full
 from test_adapters import plain_model, write_adapter
 from test_invariance import plain_run, train
 from toy import relative, write_model_config
@@ -71,8 +73,8 @@ def test_adapters_train_as_in_a_plain_loop_with_peft_on_the_dequantized_base(bas
         "recomputed in part": {"enable_gradient_checkpointing": "selective"},
         "freed": {"reshard_after_forward": True},
     }
-    compiled = {"compiled": {"compile": True}}
-    for num_ranks, more in ((1, compiled), (2, ways)):
+    one_rank: dict[str, Any] = short_or_full({"packed": {}}, full={"compiled": {"compile": True}})
+    for num_ranks, more in ((1, one_rank), (2, ways)):
         variants = {way: {**own, **changes} for way, changes in more.items()}
         ranks = run_ranks(each, num_ranks, train, base, variants, timeout_s=COMPILING_S)
         for way, found in ranks[0].items():
