@@ -12,9 +12,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from toy import Recorder, ToySamples, build_toy_model, full_parameters, toy_run
+from toy import (
+    Recorder,
+    ToySamples,
+    build_toy_model,
+    full_parameters,
+    toy_run,
+    write_model_config,
+)
 
 from trainer.checkpoint import finished, layout
 from trainer.checkpoint.export import ExportSource
@@ -84,6 +92,18 @@ class StopsAfter(StopRequest):
     def is_set(self) -> bool:
         self._num_left -= 1
         return self._num_left <= 0
+
+
+def odd_model(directory: Path) -> Any:
+    """A model with rows that no number of ranks divides, a vector shorter than the largest number
+    of ranks, and a tied head.
+    """
+    return write_model_config(directory, vocab_size=163, intermediate_size=97)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return odd_model(tmp_path_factory.mktemp("model"))
 
 
 def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:

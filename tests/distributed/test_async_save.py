@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from faults.save_points import Survey
 from ranks import run_ranks
-from toy import write_model_config
 from toy_runs import Recipe, run
+from toy_runs import source as source  # a fixture
 
 from trainer.checkpoint import fsio, layout, manager
 from trainer.checkpoint.fsio import Operation
-from trainer.checkpoint.manifest import verify_files
 from trainer.checkpoint.shards import read_torch
 from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
@@ -26,29 +26,12 @@ FAILED = "checkpoint/failed_in_a_row"
 GIVEN_UP_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    # rows that no world size divides; the head is tied
-    return write_model_config(
-        tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97
-    )
-
-
-def whole_steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints; fails unless each is committed and every byte is as written."""
-    found = layout.checkpoints(run_dir)
-    for info in found:
-        assert info.manifest is not None and verify_files(info.path, info.manifest) == [], info
-    return [info.step for info in found]
-
-
 def checkpoint_differences(one: Path, other: Path) -> list[str]:
     """Return what differs in the listed files except durations: values, shards bit for bit.
 
     Pickles of equal tensors may differ in what they share.
     """
     manifest = layout.inspect(one).manifest
-    assert manifest is not None
     found = Comparison()
     for record in manifest.files:
         ours, theirs = (path / record.path for path in (one, other))
@@ -113,7 +96,8 @@ def train_ahead_of_the_writer(world: World, run_dir: Path, source: Any) -> list[
 def test_it_holds_the_state_of_its_step_while_training_changes_it(source, tmp_path):
     run_ranks(run, 2, tmp_path / "sync", source, Recipe())
     assert run_ranks(train_ahead_of_the_writer, 2, tmp_path / "async", source) == [[4, 6], [4, 6]]
-    assert whole_steps(tmp_path / "async") == whole_steps(tmp_path / "sync") == [2, 4, 6]
+    for mode in ("async", "sync"):
+        assert Survey.of(tmp_path / mode) == Survey(6, (2, 4, 6))
     for step in map(layout.step_dir_name, (2, 4, 6)):
         assert checkpoint_differences(tmp_path / "async" / step, tmp_path / "sync" / step) == []
     steps = (tmp_path / "sync" / layout.step_dir_name(step) for step in (2, 4))
@@ -148,4 +132,4 @@ def test_an_error_behind_training_is_counted_and_all_ranks_try_again_at_once(sou
     (tries, counted), (others, _) = run_ranks(train_failing, 2, tmp_path / "run", source)
     assert tries == others == [4, 5, 6, 8, 9]
     assert counted == [(5, 1), (6, 2)]
-    assert whole_steps(tmp_path / "run") == [6, 8, 9]
+    assert Survey.of(tmp_path / "run") == Survey(9, (6, 8, 9))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, optim_config, toy_run, write_model_config
+from toy import ToySamples, build_toy_model, optim_config, toy_run
 from toy_runs import Recipe, begun, checkpoint_manager, equal, flip, run, save_now
+from toy_runs import source as source  # a fixture
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import layout
@@ -19,14 +20,6 @@ from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.errors import CannotWriteError
 from trainer.optim.schedule import LrSchedule
 from trainer.train.run import RateState
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):  # type: ignore[no-untyped-def]
-    # rows that no world size divides, and a vector shorter than the largest world size
-    return write_model_config(
-        tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97
-    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +45,7 @@ def test_layout_manifest_and_export(straight, source):
     settings = json.loads((step_dir / "fsdp_config.json").read_text())
     assert settings == {"FSDP_version": 2, "world_size": 2}
     info = layout.inspect(step_dir)
-    assert info.manifest is not None and verify_files(step_dir, info.manifest) == []
+    assert verify_files(step_dir, info.manifest) == []
     assert layout.leftovers(run_dir) == []
     exported = AutoModelForCausalLM.from_pretrained(step_dir / "huggingface", dtype=torch.float32)
     for name, value in parameters.items():
@@ -128,6 +121,4 @@ def test_an_accepted_batch_size_goes_on_in_the_same_order(straight, source, tmp_
     again = run_ranks(run, 2, run_dir, source, changed)[0]
     assert again.start_step == 2
     manifest = layout.inspect(run_dir / "global_step_6").manifest
-    assert manifest is not None and (manifest.epoch, manifest.samples_consumed) == (1, 8), (
-        "16 + 4 x 4 of 24 samples"
-    )
+    assert (manifest.epoch, manifest.samples_consumed) == (1, 8), "16 + 4 x 4 of 24 samples"

@@ -75,9 +75,7 @@ def others(target: Path) -> set[str]:
 def test_an_export_afterwards_is_the_export_of_the_save_to_the_byte(trained, tmp_path, case):
     run_dir, result = trained[case]
     manifest = layout.inspect(run_dir / "global_step_2").manifest
-    assert manifest is not None and manifest.mesh == (
-        {"fsdp": 2} if case == "plain" else {"ddp": 2, "fsdp": 2}
-    )
+    assert manifest.mesh == ({"fsdp": 2} if case == "plain" else {"ddp": 2, "fsdp": 2})
     tensors = exported(run_dir / "global_step_2", tmp_path / "export")
     assert contents(tmp_path / "export") == contents(run_dir / "global_step_2" / "huggingface")
     assert set(contents(tmp_path / "export")) == {"model.safetensors", *COMPANIONS}

@@ -119,7 +119,7 @@ def clean_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def clean(clean_dir: Path, source: Any) -> Outcome:
-    return only(run_ranks(train, 1, clean_dir, source, "none", "rollback", timeout_s=240))
+    return trained(1, clean_dir, source, "none", "rollback")
 
 
 @pytest.fixture
@@ -132,14 +132,14 @@ def begun(clean: Outcome, clean_dir: Path, tmp_path: Path) -> Path:
 def rolled_back(tmp_path_factory: pytest.TempPathFactory, source: Any) -> tuple[Path, Outcome]:
     """A run on one rank, from its first step on, that met the poisoned batch."""
     run_dir = tmp_path_factory.mktemp("rolled_back")
-    return run_dir, only(run_ranks(train, 1, run_dir, source, "batch", "rollback", timeout_s=240))
+    return run_dir, trained(1, run_dir, source, "batch", "rollback")
 
 
-def only(outcomes: list[Any]) -> Outcome:
-    """What all ranks report alike."""
-    assert all(outcome == outcomes[0] for outcome in outcomes)
-    assert isinstance(outcomes[0], Outcome)
-    return outcomes[0]
+def trained(num_ranks: int, run_dir: Path, source: Any, *arguments: str) -> Outcome:
+    """Train on this many ranks, and return what all of them report alike."""
+    first, *others = run_ranks(train, num_ranks, run_dir, source, *arguments, timeout_s=240)
+    assert all(outcome == first for outcome in others)
+    return first
 
 
 def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
@@ -171,13 +171,13 @@ def test_a_poisoned_batch_is_undone_and_not_seen_again(rolled_back, clean):
 
 @pytest.mark.parametrize("fault", ["batch", "rank"])
 def test_two_ranks_undo_it_together_wherever_it_came_from(source, begun, clean, fault):
-    found = only(run_ranks(train, 2, begun, source, fault, "rollback", timeout_s=240))
+    found = trained(2, begun, source, fault, "rollback")
     assert found.steps[0] == BEGUN + 1
     require_undone(begun, found, clean)
 
 
 def test_a_severe_update_can_be_left_out_by_the_device(source, begun):
-    found = only(run_ranks(train, 2, begun, source, "rank", "skip", timeout_s=240))
+    found = trained(2, begun, source, "rank", "skip")
     assert (found.exit_code, found.skipped) == (EXIT_DONE, 1)
     assert found.steps == tuple(range(BEGUN + 1, NUM_STEPS + 1))
 
@@ -190,9 +190,9 @@ def test_a_kill_during_a_rollback_leaves_a_run_that_finishes_it(
     completes it.
     """
     with pytest.raises(AssertionError, match="died without a result"):
-        run_ranks(train, 1, begun, source, "batch", "rollback", kill_at, timeout_s=240)
+        trained(1, begun, source, "batch", "rollback", kill_at)
     assert bool(rollback.read(begun).entries) == ("corrupt" in kill_at)
-    resumed = only(run_ranks(train, 1, begun, source, "batch", "rollback", timeout_s=240))
+    resumed = trained(1, begun, source, "batch", "rollback")
     assert resumed.exit_code == EXIT_DONE and resumed.last_loss == rolled_back[1].last_loss
     assert set(resumed.steps[-40:]).isdisjoint(SKIPPED) and resumed.steps[-1] == NUM_STEPS
     require_set_aside(begun)

@@ -16,7 +16,6 @@ from faults.failpoints import (
     Failure,
     Outcome,
     failing_saves,
-    odd_model,
     outcomes,
     points_of_a_save,
 )
@@ -26,6 +25,7 @@ from ranks import _receive, started_ranks
 from sweeps import some
 from toy import ToySamples, build_toy_model, toy_run
 from toy_runs import Recipe, checkpoint_manager, save_now
+from toy_runs import source as source  # a fixture
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint import save as saving
@@ -37,11 +37,6 @@ SAVE_TIMEOUT_S = 2
 SHORT_GRACE_S = 1.0
 NUM_FAILING = 40
 PATIENCE_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return odd_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -73,16 +68,17 @@ def save_around_a_stop(
     world: World,
     run_dir: Path,
     source: Any,
-    recipe: Recipe,
     victim: int,
     label: str,
-    notes: Path,
+    *,
+    async_save: bool,
     grace_s: float,
 ) -> Story:
     """Save step 1. In the save of step 2 the rank `victim` stops itself before the operation
-    `label`. Save step 3.
+    `label`. Save step 3. A file `rank N` next to the run tells that the save of step 2 is over.
     """
     run_dir.mkdir(exist_ok=True)
+    recipe = Recipe(async_save=async_save, save_timeout_s=SAVE_TIMEOUT_S)
     saving.GRACE_S = grace_s  # of this process alone
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe)
@@ -104,7 +100,7 @@ def save_around_a_stop(
     try:
         save(2, is_required=False)
         waited_s = time.monotonic() - started
-        (notes / f"rank {world.rank}").touch()
+        run_dir.with_name(f"rank {world.rank}").touch()
         if victim != 0:
             save(3, is_required=True)
     except ResumableError as error:
@@ -123,12 +119,10 @@ def save_around_a_stop(
 def test_a_rank_that_stands_still_costs_one_save_and_is_named(source, tmp_path, async_save, label):
     """When it continues, it learns that its save was given up, and the next one is good."""
     run_dir = tmp_path / "run"
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    recipe = Recipe(async_save=async_save, save_timeout_s=SAVE_TIMEOUT_S)
-    arguments = (run_dir, source, recipe, 1, label, notes, GRACE_S)
-    with started_ranks(save_around_a_stop, 3, *arguments) as ranks:
-        assert wait_until(lambda: {path.name for path in notes.iterdir()} == {"rank 0", "rank 2"})
+    settings = {"async_save": async_save, "grace_s": GRACE_S}
+    with started_ranks(save_around_a_stop, 3, run_dir, source, 1, label, **settings) as ranks:
+        for rank in (0, 2):
+            assert wait_until((tmp_path / f"rank {rank}").exists)
         during = Survey.of(run_dir)
         os.kill(ranks[1][0].pid, signal.SIGCONT)  # type: ignore[arg-type]
         stories = [_receive(receiver, rank, PATIENCE_S) for rank, (_, receiver) in enumerate(ranks)]
@@ -149,11 +143,9 @@ def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
 ):
     """Only the main rank knows whether there is a checkpoint: the others end resumable."""
     run_dir = tmp_path / "run"
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    recipe = Recipe(async_save=async_save, save_timeout_s=SAVE_TIMEOUT_S)
-    arguments = (run_dir, source, recipe, 0, "phase commit.begin", notes, SHORT_GRACE_S)
-    with started_ranks(save_around_a_stop, 2, *arguments) as ranks:
+    label = "phase commit.begin"
+    settings = {"async_save": async_save, "grace_s": SHORT_GRACE_S}
+    with started_ranks(save_around_a_stop, 2, run_dir, source, 0, label, **settings) as ranks:
         story = _receive(ranks[1][1], 1, PATIENCE_S)
         ranks[1][0].join(timeout=PATIENCE_S)
         assert ranks[1][0].exitcode == 0, "it cannot leave as long as the main rank stands still"

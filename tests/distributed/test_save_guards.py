@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, toy_run, write_model_config
+from toy import ToySamples, build_toy_model, toy_run
 from toy_runs import Recipe, checkpoint_manager, save_now
+from toy_runs import source as source  # a fixture
 
 from trainer.checkpoint import fsio, layout, save
 from trainer.checkpoint.fsio import Operation
@@ -20,11 +21,6 @@ from trainer.errors import CannotWriteError
 from trainer.runtime.progress import History, Position
 
 STAGED_BY_OTHER = ".staging_global_step_9.0a1b2c3d"
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_model_config(tmp_path_factory.mktemp("model"))
 
 
 def held_lock(world: Any, run_dir: Path) -> RunLock | None:
@@ -65,11 +61,16 @@ def save_watched(
     return log, manager._last_error
 
 
+def replace_lock(run_dir: Path) -> None:
+    """Do what a run that takes over does."""
+    (run_dir / "other").write_text("{}")
+    os.replace(run_dir / "other", run_dir / LOCK)
+
+
 def take_over(world: Any, operation: Operation, run_dir: Path) -> None:
     """Another run, which is saving too, replaces the lock file while the manifest is written."""
     if is_manifest(world, operation):
-        (run_dir / "other").write_text("{}")
-        os.replace(run_dir / "other", run_dir / LOCK)
+        replace_lock(run_dir)
         (run_dir / STAGED_BY_OTHER).mkdir()
 
 
@@ -91,9 +92,8 @@ def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
     manager = checkpoint_manager(world, run_dir, source, parts, Recipe(), lock=lock)
     for step in (10, 40):
         manager.save(Position(step), loss=1.0, grad_norm=1.0, history=History(), is_required=True)
-    if lock is not None:
-        (run_dir / "other").write_text("{}")
-        os.replace(run_dir / "other", run_dir / LOCK)
+    if world.is_main:
+        replace_lock(run_dir)
     told = []
     for change in (
         lambda: manager.settle(10, History()),

@@ -23,11 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from faults.campaign import parser_of, run_campaign
-from faults.failpoints import odd_model
 from faults.lying_disk import run_on_lying_disk
 from faults.save_points import Survey
 from ranks import run_ranks, started_ranks
-from toy_runs import TRACE, Recipe, read_trace, run
+from toy_runs import TRACE, Recipe, odd_model, read_trace, run
 
 from trainer.checkpoint import layout
 from trainer.runtime.distributed import World

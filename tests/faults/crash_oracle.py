@@ -77,7 +77,6 @@ def start_from(run_dir: Path, *, is_whole: Callable[[Path], bool]) -> Outcome:
         return Outcome(None, "refuses to start")
     torn = [note for note in selection.notes if "skipped" in note]
     for info in selection.candidates:
-        assert info.manifest is not None
         if not (problems := verify_files(info.path, info.manifest)):
             error = "" if is_whole(info.path) else f"accepts damaged bytes of {info.path.name}"
             return Outcome(info.step, error, tuple(torn))

@@ -24,19 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from faults.campaign import parser_of, run_campaign
 from faults.save_points import Point, Survey, Watch, plain, thinned
 from ranks import run_ranks
-from toy import write_model_config
-from toy_runs import TOLD, Recipe, run
+from toy_runs import TOLD, Recipe, odd_model, run
 
 from trainer.checkpoint import fsio
 from trainer.runtime.distributed import World
 
 ERRORS = (errno.ENOSPC, errno.EIO)
 FAILURES_PER_RUN = 40
-
-
-def odd_model(directory: Path) -> Any:
-    """A model whose rows no number of ranks divides."""
-    return write_model_config(directory, vocab_size=163, intermediate_size=97)
 
 
 def observe(world: World, run_dir: Path, source: Any, recipe: Recipe) -> list[Point]:

@@ -113,7 +113,6 @@ def _namespaces(*kinds: str) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     command = ["unshare", *kinds, "--fork", "sh", "-c", "echo; read ends_with_us"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as keeper:
-        assert keeper.stdin is not None and keeper.stdout is not None
         try:
             if not keeper.stdout.read(1):  # all is made when the first process speaks
                 raise subprocess.CalledProcessError(keeper.wait(), command)

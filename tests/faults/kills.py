@@ -109,10 +109,11 @@ class Run:
     def all_words(self) -> tuple[str, ...]:
         return (*self.words, f"trainer.default_local_dir={self.run_dir}")
 
-    def announced(self) -> set[int]:
-        """Return the steps that the last attempt said it had saved."""
-        steps = re.findall(r"saved \S+/global_step_(\d+)\b", self.log.read_text())
-        return {int(step) for step in steps}
+
+def announced(run_dir: Path) -> set[int]:
+    """Return the steps that the last attempt said it had saved."""
+    output = run_dir.with_suffix(".log").read_text()
+    return set(map(int, re.findall(r"saved \S+/global_step_(\d+)\b", output)))
 
 
 def rows_of(run_dir: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
@@ -256,7 +257,7 @@ def check(current: Run, code: int | None, how: str) -> list[str]:
     if code is None:
         return [f"not gone {GONE_WITHIN_S:.0f} s after the strike"]
     found = different_rows(current)
-    saved = current.announced()
+    saved = announced(run_dir)
     try:
         chosen = choice.select(run_dir).chosen
     except Exception as error:
@@ -301,12 +302,11 @@ def different_checkpoints(current: Run) -> list[str]:
     The newest are kept. A stop saves between the steps that are due: there an attempt continued.
     """
     undisturbed = layout.committed(current.straight)
-    straight = Run(current.straight, current.world_size, (), current.straight)
     firsts: dict[int, int] = {}
     for kind, step, attempt in rows_of(current.run_dir):
         if kind == "train":
             firsts.setdefault(attempt, step)
-    saved = sorted(straight.announced() | {step - 1 for step in firsts.values()})
+    saved = sorted(announced(current.straight) | {step - 1 for step in firsts.values()})
     due = saved[-len(undisturbed) :]
     kept = [info.step for info in layout.committed(current.run_dir)]
     return [] if kept == due else [f"checkpoints {kept} instead of {due}"]

@@ -39,6 +39,7 @@ sys.path[:0] = [str(TESTS / room) for room in ("faults", "unit", "")]
 
 import torch  # noqa: E402  found by the paths above
 from campaign import parser_of, run_campaign  # noqa: E402
+from checkpoint_fakes import files_of  # noqa: E402
 from crash_oracle import build, remove  # noqa: E402
 from crash_states import Disk, read_tree  # noqa: E402
 from mirror_faults import URL, FaultyStorage, Killed  # noqa: E402
@@ -485,7 +486,6 @@ class Schedule:
         return True
 
     def _lose_power(self) -> None:
-        assert self.disk is not None
         self.is_power_lost_at_end = any(job.is_complete for job in self.jobs)
         for job in self.jobs:
             job.kill()
@@ -614,7 +614,6 @@ class Schedule:
             if self.promised is not None:
                 raise Fault(f"starts anew, step {self.promised} was saved")
             return
-        assert found.manifest is not None
         if found.manifest.nonce in self.undone:
             raise Fault(f"continues from step {found.step}, which was undone")
         if self.promised is not None and found.step < self.promised:
@@ -654,7 +653,6 @@ class Schedule:
             self._judge_mirror()
 
     def judge_whole(self, info: layout.CheckpointInfo) -> None:
-        assert info.manifest is not None
         saved = self.saved[info.manifest.nonce]
         now = files_of(info.path)
         different = {name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)}
@@ -692,12 +690,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
 
         return call
 
-    def in_window(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with schedule.in_window():
-                return real(*args, **kwargs)
-
-        return call
+    in_window = schedule.in_window()  # as a decorator: entered anew at each call
 
     def try_lock(descriptor: int) -> bool | None:
         hub.pause("lock")
@@ -708,7 +701,6 @@ def patched(schedule: Schedule) -> Iterator[None]:
 
     def begun(work: Callable[[], Any], *, name: str | None = None) -> Any:
         thread = hub.current
-        assert thread is not None
         return hub.spawn(thread.process, work)
 
     def wait(threads: list[Thread], timeout_s: float) -> None:
@@ -755,14 +747,6 @@ def closing_locks() -> Iterator[None]:
     finally:
         for held in list(lock._open_locks):
             held._close()
-
-
-def files_of(directory: Path) -> Contents:
-    found = {}
-    for path in directory.rglob("*"):
-        if path.is_file():
-            found[path.relative_to(directory).as_posix()] = path.read_bytes()
-    return found
 
 
 def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], int, list[str]]:

@@ -151,7 +151,6 @@ class Hub:
     def die(self) -> None:
         """The running process is killed here and now."""
         thread = self.current
-        assert thread is not None
         thread.process.kill()
         self.main.switch()
 
@@ -169,7 +168,6 @@ class Hub:
             return False
         stays = self._last in able and self.chance.random() < STAY
         thread = self._last if stays else self.chance.choice(able)
-        assert thread is not None
         self.ticks += 1
         self.now += TICK_S
         self.on_tick(thread)
@@ -224,7 +222,6 @@ class Distributed:
     @property
     def _process(self) -> Process:
         thread = self._hub.current
-        assert thread is not None
         return thread.process
 
     def new_group(self, *, backend: str, timeout: timedelta) -> Ranks:

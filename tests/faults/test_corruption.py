@@ -13,8 +13,7 @@ import pytest
 from checkpoint_fakes import Run, save
 from ranks import run_ranks
 from sweeps import short_or_full
-from toy import write_model_config
-from toy_runs import Recipe, run
+from toy_runs import Recipe, odd_model, run
 
 from trainer.checkpoint import choice, finished, layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
@@ -36,7 +35,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         place = Path("/dev/shm", f"{place.parent.name}_{place.name}_{os.getpid()}")
         place.mkdir()
     try:
-        source = write_model_config(place / "model", vocab_size=163, intermediate_size=97)
+        source = odd_model(place / "model")
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (place / "model" / name).write_text(f'{{"stands for": "{name}"}}')
         run_ranks(run, 2, place / "run", source, Recipe(total_steps=NEW, save_freq=OLD))
@@ -57,7 +56,6 @@ def start_of(run_dir: Path) -> tuple[int | None, str]:
     selection = choice.select(run_dir)
     said = [note for note in selection.notes if "skipped" in note]
     for info in selection.candidates:
-        assert info.manifest is not None
         problems = verify_files(info.path, info.manifest)
         said += [f"{info.path.name}: {problem}" for problem in problems]
         if all(layout.is_export(problem) for problem in problems):

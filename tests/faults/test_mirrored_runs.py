@@ -117,7 +117,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, *words], stdout=subprocess.PIPE, text=True
     )
-    assert launcher.stdout is not None and launcher.stdout.readline() == "None\n"
+    assert launcher.stdout.readline() == "None\n"
     (child,) = psutil.Process(launcher.pid).children()
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()

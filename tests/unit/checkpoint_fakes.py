@@ -38,7 +38,7 @@ def content_of(step: int) -> dict[str, bytes]:
     }
 
 
-def manifest_of(step: int, files: tuple[fsio.FileRecord, ...]) -> Manifest:
+def manifest_of(step: int, files: tuple[fsio.FileRecord, ...], *, nonce: str = "") -> Manifest:
     return Manifest(
         step=step,
         epoch=0,
@@ -46,7 +46,7 @@ def manifest_of(step: int, files: tuple[fsio.FileRecord, ...]) -> Manifest:
         world_size=WORLD_SIZE,
         mesh={"fsdp": WORLD_SIZE},
         created_utc="2026-01-01T00:00:00Z",
-        nonce=f"a1b{step}",
+        nonce=nonce or f"a1b{step}",
         files=files,
         tensors={"lm_head.weight": TensorInfo((4, 2), "float32")},
         fingerprints={"config": "c0ffee"},
@@ -70,22 +70,25 @@ def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> 
     (path / MANIFEST).write_text(sealed(tree))
 
 
-def stage(run_dir: Path, step: int) -> Path:
-    """A finished staging directory, not yet committed."""
+def stage(run_dir: Path, step: int, *, nonce: str = "") -> Path:
+    """A finished staging directory, not yet committed. With a `nonce`, each file differs from that
+    of any other save of the step.
+    """
     staging = layout.staging_dir(run_dir, step)
     fsio.make_dir(staging)
     fsio.make_dir(staging / "huggingface")
     records = tuple(
-        fsio.write_file(staging / name, data, root=staging)
+        fsio.write_file(staging / name, data + nonce.encode(), root=staging)
         for name, data in content_of(step).items()
     )
-    fsio.write_file(staging / MANIFEST, manifest_of(step, records).to_json().encode(), root=staging)
+    manifest = manifest_of(step, records, nonce=nonce)
+    fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
     fsio.fsync_tree(staging)
     return staging
 
 
-def commit(run_dir: Path, step: int) -> Path:
-    return layout.commit(stage(run_dir, step), step, nonce=f"a1b{step}")
+def commit(run_dir: Path, step: int, *, nonce: str = "") -> Path:
+    return layout.commit(stage(run_dir, step, nonce=nonce), step, nonce=nonce or f"a1b{step}")
 
 
 def save(run_dir: Path, *steps: int) -> None:
@@ -103,6 +106,15 @@ def write_unfinished(run_dir: Path, step: int, *, world_size: int = 2) -> Path:
         for file in (layout.model_file, layout.optim_file, layout.extra_file):
             (path / file(world_size, rank)).write_bytes(b"weights")
     return path
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """Relative path to bytes of every file below a directory."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def is_whole(path: Path) -> bool:
@@ -156,7 +168,6 @@ class Run:
         except choice.NoUsableCheckpointError:
             return None
         for info in candidates:
-            assert info.manifest is not None
             if problems := verify_files(info.path, info.manifest):
                 layout.quarantine(info.path, problems[0])
                 continue

@@ -41,12 +41,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def snapshot(root: Path) -> dict[str, bytes]:
-    """All files but the lock's holder."""
-    found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in found.items() if name != LOCK}
-
-
 def names(run_dir: Path) -> set[str]:
     return set(os.listdir(run_dir)) - {POINTER, LOCK}
 

@@ -3,8 +3,6 @@ with real shards.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,6 @@ from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, MetricsRow
 
 STEPS = 6
 NAMES = ("embed.weight", "norm.weight")
-
-
-@contextmanager
-def process_group() -> Iterator[None]:
-    """Of this process alone, for the mesh that a sharded tensor needs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def row(step: int) -> dict[str, float]:
@@ -56,6 +44,15 @@ def rank_state(rank: int) -> dict[str, dict[str, Any]]:
     return {"model": model, "optim": {"state": moments, "param_groups": groups}}
 
 
+def rank_states() -> list[dict[str, dict[str, Any]]]:
+    """Contents of the model and optimizer files of every rank."""
+    # of this process alone, for the mesh that a sharded tensor needs
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    states = [rank_state(rank) for rank in range(WORLD_SIZE)]
+    dist.destroy_process_group()
+    return states
+
+
 def data_state(loader_counter: int) -> dict[str, Any]:
     return {
         "step": STEPS,
@@ -76,9 +73,7 @@ def write_run(run_dir: Path) -> Path:
         MetricsRow.of({"val/loss": 0.25, "time/eval/total_s": float(torch.rand(()))}, STEPS)
     )
     metrics.close()
-    with process_group():
-        states = [rank_state(rank) for rank in range(WORLD_SIZE)]
-    write_checkpoint(run_dir, states, data_state(int(torch.randint(1000, ()))))
+    write_checkpoint(run_dir, rank_states(), data_state(int(torch.randint(1000, ()))))
     return run_dir
 
 

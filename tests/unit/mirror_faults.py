@@ -9,22 +9,22 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_fakes import content_of, manifest_of, save
+from checkpoint_fakes import commit, files_of, save
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from trainer.checkpoint import choice, fsio, layout, retention
+from trainer.checkpoint import choice, layout, retention, rollback
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest
 from trainer.checkpoint.storage import Storage, StorageError
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.errors import ResumableError
+from trainer.tools.mirror import __main__ as process
 from trainer.tools.mirror import restore, upload
 
 URL = "memory://bucket/run"
@@ -186,11 +186,29 @@ def restored(run_dir: Path, storage: Any, **settings: Any) -> Path | None:
     return found[0] if found else None
 
 
+ROWS = [(1, "train", 3.0), (2, "val", 2.5), (4, "val", 2.7), (6, "val", 2.8)]
+"""(step, kind, loss): the best validation is that of step 2."""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    lines = [
+        {"step": step, "attempt": 1, "kind": kind, "ts": 1.0, f"{kind}/loss": loss}
+        for step, kind, loss in ROWS
+    ]
+    (path / "run.json").write_text('{"run_ids": {"wandb": "a1"}}')
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 @pytest.fixture(autouse=True)
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each operation the same number in every run."""
+    """Give each operation the same number in every run, and wait no longer than needed."""
     monkeypatch.setattr(upload, "NUM_STREAMS", 1)
     monkeypatch.setattr(restore, "NUM_STREAMS", 1)
+    monkeypatch.setattr(process, "POLL_S", 0.01)
     # power is not lost here, and time is short
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
@@ -211,18 +229,11 @@ def mirrored(run_dir: Path, *steps: int) -> FaultyStorage:
     return storage
 
 
-def roll_back(run_dir: Path, target: int, steps: Sequence[int], discarded: Sequence[str]) -> None:
-    """Leave a run directory as a rollback to `target` does. `steps` are its newer checkpoints;
-    `discarded` are nonces.
-    """
-    entry = {"onset": target, "found_step": steps[-1] if steps else target, "target_step": target}
-    entry |= {"first_skipped": target + 1, "last_skipped": target + 1, "reason": "a spike"}
-    rollbacks = [entry | {"discarded": list(discarded)}]
-    (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": rollbacks}))
-    layout.publish(run_dir, target)
-    (run_dir / layout.POINTER).write_text(str(target))
-    for step in steps:
-        layout.quarantine(run_dir / f"global_step_{step}", "rolled back")
+def roll_back(run_dir: Path, target: int) -> None:
+    """Return to the checkpoint of `target`, as a run does after a spike in the next step."""
+    found = layout.inspect(run_dir / layout.step_dir_name(target))
+    onset = target + 1
+    rollback.decide(run_dir, found, onset=onset, found_step=onset, last_step=100, reason="a spike")
 
 
 NUM_FAULTS = 10
@@ -243,6 +254,7 @@ class Trial:
         self._run_dir.mkdir(parents=True)
         (self._run_dir / "metrics.jsonl").write_text("{}\n")
         self._saved: dict[str, dict[str, bytes]] = {}
+        self._steps: dict[str, int] = {}
         self._up = 0
         self._undone = set[str]()
         self.faults: list[str] = []
@@ -274,24 +286,17 @@ class Trial:
     def _save(self, step: int) -> None:
         """Save as a run does; no two saves are equal."""
         nonce = f"{len(self._saved):08d}"
-        files = {name: data + nonce.encode() for name, data in content_of(step).items()}
-        staging = layout.staging_dir(self._run_dir, step)
-        (staging / "huggingface").mkdir(parents=True)
-        records = tuple(
-            fsio.write_file(staging / name, data, root=staging) for name, data in files.items()
-        )
-        manifest = replace(manifest_of(step, records), nonce=nonce)
-        fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
-        layout.commit(staging, step, nonce=nonce)
+        self._saved[nonce] = files_of(commit(self._run_dir, step, nonce=nonce))
+        self._steps[nonce] = step
         layout.publish(self._run_dir, step)
-        self._saved[nonce] = files | {MANIFEST: manifest.to_json().encode()}
 
     def _bring_up(self, own: upload.Uploader, step: int) -> upload.Uploader:
         for _ in range(MAX_TRIES):
             try:
                 own.sync()
                 self._up = step
-                self._undone |= set(self._discarded())
+                for entry in rollback.read(self._run_dir).entries:
+                    self._undone |= set(entry.discarded)
                 self._lose_for_trial()
                 return own
             except (StorageError, Killed):
@@ -360,37 +365,23 @@ class Trial:
         """Return the nonce of the checkpoint to restore, from the bytes that the storage shows."""
         root = self.storage.mirror_url.partition(":/")[2].replace("//", "/")
         shown = {name.removeprefix(f"{root}/"): data for name, data in self.storage.seen().items()}
-        whole = self._whole(shown)
+        whole = {
+            self._steps[nonce]: nonce
+            for nonce, files in self._saved.items()
+            if all(
+                shown.get(f"global_step_{self._steps[nonce]}/{name}") == data
+                for name, data in files.items()
+            )
+        }
         text = shown.get(layout.POINTER, b"").decode()
         pointer = int(text) if text.endswith("\n") else None
         steps = [step for step in whole if pointer is not None and step <= pointer] or list(whole)
         return whole[max(steps)] if steps else None
 
-    def _whole(self, shown: dict[str, bytes]) -> dict[int, str]:
-        steps = {
-            nonce: parse_manifest(files[MANIFEST]).step for nonce, files in self._saved.items()
-        }
-        return {
-            steps[nonce]: nonce
-            for nonce, files in self._saved.items()
-            if all(
-                shown.get(f"global_step_{steps[nonce]}/{name}") == data
-                for name, data in files.items()
-            )
-        }
-
     def _roll_back(self, target: int) -> int:
-        newer = [info for info in layout.committed(self._run_dir) if info.step > target]
-        discarded = [*self._discarded(), *(info.manifest.nonce for info in newer if info.manifest)]
-        roll_back(self._run_dir, target, [info.step for info in newer], discarded)
+        roll_back(self._run_dir, target)
         self._up = min(self._up, target)
         return target
-
-    def _discarded(self) -> list[str]:
-        path = self._run_dir / "rollbacks.json"
-        if not path.exists():
-            return []
-        return list(json.loads(path.read_text())["rollbacks"][0]["discarded"])
 
     def _tell(self, fault: str) -> None:
         self.faults.append(f"seed {self._seed}: {fault}")

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import commit, content_of, save, write_unfinished
+from checkpoint_fakes import commit, content_of, files_of, save, write_unfinished
 from cli_states import call as call  # fixtures
-from cli_states import flip, rows, snapshot
+from cli_states import flip, rows
 from cli_states import run_dir as run_dir
 
 from trainer.checkpoint.lock import LOCK
@@ -15,7 +15,7 @@ from trainer.runtime.text import readable
 
 def test_ls_shows_each_checkpoint_and_the_one_a_resume_takes(run_dir, call):
     code, out, err = call("ls", run_dir)
-    size = readable(sum(len(data) for data in snapshot(run_dir / "global_step_2").values()))
+    size = readable(sum(map(len, files_of(run_dir / "global_step_2").values())))
     facts = f"committed {size} 2 1.5000 2026-01-01T00:00:00"
     assert (code, err) == (0, "") and out.splitlines()[0] == str(run_dir)
     assert rows(out) == [f"2 {facts}", f"4 {facts}", f"6 {facts} pointer, loaded by a resume"]

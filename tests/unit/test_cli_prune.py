@@ -64,12 +64,11 @@ def random_state(run_dir: Path, chance: random.Random) -> None:
 
 def resumes(path: Path) -> bool:
     """Independent of the code under test: whether all is whole but the export."""
-    wanted = {
-        name: data
+    return all(
+        (path / name).read_bytes() == data
         for name, data in expected_files(path.name).items()
         if not name.startswith("huggingface/")
-    }
-    return all((path / name).read_bytes() == data for name, data in wanted.items())
+    )
 
 
 def resumed_step(run_dir: Path) -> int | None:

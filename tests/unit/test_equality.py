@@ -13,8 +13,7 @@ from finished_runs import (
     NAMES,
     STEPS,
     data_state,
-    process_group,
-    rank_state,
+    rank_states,
     rewrite_checkpoint,
     row,
     write_run,
@@ -49,11 +48,10 @@ def log_again(run_dir: Path, step: int, **changes: float) -> None:
 
 def change_state(run_dir: Path, change: Callable[[States, dict[str, Any]], object]) -> None:
     """Save the final state again after `change(states of the ranks, data.pt)`."""
-    with process_group():
-        states = [rank_state(rank) for rank in range(WORLD_SIZE)]
-        data = data_state(0)
-        with torch.no_grad():
-            change(states, data)
+    states = rank_states()
+    data = data_state(0)
+    with torch.no_grad():
+        change(states, data)
     rewrite_checkpoint(run_dir, states, data)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,8 @@ from mirror_faults import (
     trainer_of,
     uploader,
 )
-from mirror_faults import in_order as in_order  # a fixture
+from mirror_faults import in_order as in_order  # fixtures
+from mirror_faults import run_dir as run_dir
 
 from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
@@ -30,36 +30,20 @@ from trainer.launch.ranks import NodeLayout
 from trainer.runtime.json_lines import read_object
 from trainer.tools.mirror import STATE
 from trainer.tools.mirror import __main__ as process
-from trainer.tools.mirror.restore import prepare
 from trainer.tracking.events_file import read_events
 from trainer.train.start.compose import load_config
 
-ROWS = [(1, "train", 3.0), (2, "val", 2.5), (4, "val", 2.7), (6, "val", 2.8)]
-"""(step, kind, loss): the best validation is that of step 2."""
 START = '{"ts":1,"attempt":3,"step":0,"kind":"start","level":"info","message":""}\n'
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    path = tmp_path / "run"
-    path.mkdir()
-    lines = [
-        {"step": step, "attempt": 1, "kind": kind, "ts": 1.0, f"{kind}/loss": loss}
-        for step, kind, loss in ROWS
-    ]
-    (path / "run.json").write_text('{"run_ids": {"wandb": "a1"}}')
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def test_the_newest_and_the_best_stay_and_what_is_older_goes(run_dir, tmp_path):
     storage = mirrored(run_dir, 2, 4, 6, 8)
     assert steps_in(storage) == [2, 6, 8] == read_object(run_dir / STATE)["steps"]
-    taken = restored(tmp_path / "new", storage)
-    assert taken is not None and taken.name == "global_step_8" and is_whole(taken)
+    new = tmp_path / "new"
+    assert restored(new, storage) == new / "global_step_8" and is_whole(new / "global_step_8")
     for name in ("metrics.jsonl", "run.json"):
-        assert (taken.parent / name).read_bytes() == (run_dir / name).read_bytes()
-    assert layout.read_pointer(taken.parent).step == 8
+        assert (new / name).read_bytes() == (run_dir / name).read_bytes()
+    assert layout.read_pointer(new).step == 8
 
 
 def test_a_damaged_checkpoint_is_not_uploaded_and_holds_up_no_newer_one(run_dir):
@@ -79,8 +63,7 @@ def test_a_damaged_checkpoint_is_not_uploaded_and_holds_up_no_newer_one(run_dir)
 def test_a_directory_of_damaged_checkpoints_takes_the_mirrors(run_dir):
     storage = mirrored(run_dir, 2)
     layout.quarantine(run_dir / "global_step_2", "damaged")
-    taken = restored(run_dir, storage)
-    assert taken is not None and is_whole(taken)
+    assert is_whole(restored(run_dir, storage))
     storage.store.clear()
     layout.quarantine(run_dir / "global_step_2", "damaged again")
     with pytest.raises(NoUsableCheckpointError, match="set aside as corrupt"):
@@ -111,11 +94,11 @@ def test_rotation_spares_what_goes_up(run_dir):
 def test_the_mirror_of_another_run_is_refused_at_the_start_and_by_an_upload(run_dir, tmp_path):
     """A storage that was unreachable at the start is asked before the first upload."""
     storage = mirrored(run_dir, 2)
-    prepare(trainer_of(run_dir), Storage(URL, storage))
+    restored(run_dir, storage)
     storage._put(f"{URL}/run.json", b'{"project_name": "toy", "experiment_name": "other"}')
     for path in (run_dir, tmp_path / "new"):
         with pytest.raises(ConfigError, match="'other'"):
-            prepare(trainer_of(path), Storage(URL, storage))
+            restored(path, storage)
     save(run_dir, 4)
     before = dict(storage.store)
     with pytest.raises(ConfigError, match="'other'"):
@@ -132,7 +115,6 @@ def test_disable_refuses_a_mirror_with_checkpoints(run_dir, tmp_path):
 def test_an_unreachable_storage_holds_up_only_a_run_without_a_checkpoint(
     kind, run_dir, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(process, "POLL_S", 0.01)
     save(run_dir, 2)
     storages = [FaultyStorage(1, kind), FaultyStorage(1, kind)]
     monkeypatch.setattr(TrainerConfig, "dist_timeout_s", 0.2)
@@ -149,7 +131,6 @@ def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
     run_dir, monkeypatch
 ):
     monkeypatch.setattr(process, "RETRY_AFTER_S", 0.0)
-    monkeypatch.setattr(process, "POLL_S", 0.01)
     storage = FaultyStorage(4, "refused")
     ending = threading.Event()
     (run_dir / "events.jsonl").write_text(START)
@@ -170,7 +151,6 @@ def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
 @pytest.mark.parametrize("kind", ["silent", "absent"])
 def test_a_storage_that_stays_away_does_not_hold_up_the_end(kind, run_dir, monkeypatch):
     """The launcher starts another process for a silent one: nothing else ends a library call."""
-    monkeypatch.setattr(process, "POLL_S", 0.01)
     monkeypatch.setattr(process, "SAVE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(process, "LAST_RETRY_AFTER_S", (0.0, 0.0))
     faults = {6: "silent"} if kind == "silent" else dict.fromkeys(range(99), "refused")

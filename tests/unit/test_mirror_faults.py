@@ -5,11 +5,9 @@ import io
 import logging
 import tarfile
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from checkpoint_fakes import content_of, expected_files, is_whole, save, stage
+from checkpoint_fakes import commit, content_of, expected_files, is_whole, save
 from mirror_faults import (
     KINDS,
     LAST_FAULT,
@@ -23,23 +21,15 @@ from mirror_faults import (
     steps_in,
     uploader,
 )
-from mirror_faults import in_order as in_order  # a fixture
+from mirror_faults import in_order as in_order  # fixtures
+from mirror_faults import run_dir as run_dir
 from sweeps import some
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.choice import NoUsableCheckpointError
-from trainer.checkpoint.manifest import MANIFEST, parse_manifest
 from trainer.checkpoint.storage import StorageError
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.tools.mirror.contents import RUN_FILES
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    path = tmp_path / "run"
-    path.mkdir()
-    (path / "events.jsonl").write_text("{}\n")
-    return path
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,19 +82,19 @@ def test_a_download_that_ends_early_is_read_again(run_dir, tmp_path):
     for at in range(1, 30):
         storage.faults = {storage.count + at: "cut"}
         with suppress(ResumableError):
-            taken = restored(tmp_path / str(at), storage)
-            assert taken is not None and taken.name == "global_step_4"
-            assert (taken.parent / "events.jsonl").exists()
+            new = tmp_path / str(at)
+            assert restored(new, storage) == new / "global_step_4"
+            assert (new / "metrics.jsonl").exists()
 
 
 def test_what_a_rollback_discarded_stays_until_its_target_is_up(run_dir, tmp_path):
     storage = mirrored(run_dir, 4, 6, 8)
     own = uploader(run_dir, storage)
-    roll_back(run_dir, 4, [6, 8], ["a1b6", "a1b8"])
+    roll_back(run_dir, 4)
     storage.faults = {storage.count + 6: "refused"}
     with pytest.raises(StorageError):
         own.sync()
-    assert restored(tmp_path / "new", storage) is not None
+    assert restored(tmp_path / "new", storage)
     own.sync()
     assert steps_in(storage) == [4]
 
@@ -116,10 +106,7 @@ def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path):
         storage = mirrored(run_dir, 2, 4)
         (run_dir / layout.POINTER).write_text("2")
         uploader(run_dir, storage).sync()
-        staging = stage(run_dir, 4)
-        manifest = replace(parse_manifest((staging / MANIFEST).read_bytes()), nonce="anew")
-        (staging / MANIFEST).write_text(manifest.to_json())
-        layout.commit(staging, 4, nonce="anew")
+        commit(run_dir, 4, nonce="anew")
         layout.publish(run_dir, 4)
         storage.faults = {storage.count + at: "killed before"}
         with pytest.raises(Killed):
@@ -133,7 +120,7 @@ def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path):
 def test_a_pointer_that_is_not_seen_is_no_success(kind, run_dir, tmp_path):
     storage = mirrored(run_dir, 2, 4)
     own = uploader(run_dir, storage)
-    roll_back(run_dir, 2, [], [])
+    (run_dir / layout.POINTER).write_text("2")
     storage.faults = {storage.count + 6: kind}
     storage.late_by = 9
     with pytest.raises(StorageError):
@@ -141,16 +128,15 @@ def test_a_pointer_that_is_not_seen_is_no_success(kind, run_dir, tmp_path):
     for _ in range(4):
         with suppress(StorageError):
             own.sync()
-    taken = restored(tmp_path / "new", storage)
-    assert taken is not None and taken.name == "global_step_2"
+    assert restored(tmp_path / "new", storage).name == "global_step_2"
 
 
 def test_a_damaged_file_lets_the_one_before_be_taken(run_dir, tmp_path, caplog):
     storage = mirrored(run_dir, 2, 4)
     storage._put(f"{URL}/global_step_4/data.pt", b"dAta 4")
-    taken = restored(tmp_path / "new", storage)
-    assert taken is not None and taken.name == "global_step_2" and is_whole(taken)
-    assert not list((tmp_path / "new").glob(".staging_*")), "the damaged one takes no room"
+    new = tmp_path / "new"
+    assert restored(new, storage) == new / "global_step_2" and is_whole(new / "global_step_2")
+    assert not list(new.glob(".staging_*")), "the damaged one takes no room"
     assert "data.pt differs" in caplog.text
     storage._put(f"{URL}/global_step_2/data.pt", b"dAta 2")
     with pytest.raises(NoUsableCheckpointError):
@@ -175,8 +161,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_comes_back_is_told_and_tried_aga
         patched.setattr(fsio.HashingFile, "write", full)
         restored(new, storage)
     assert not list(new.glob("global_step_*")) and not (new / layout.POINTER).exists()
-    taken = restored(new, storage)
-    assert taken is not None and is_whole(taken)
+    assert is_whole(restored(new, storage))
 
 
 def put_logs(storage: FaultyStorage, *members: str, data: bytes = b"{}\n") -> None:
@@ -195,12 +180,12 @@ def test_only_logs_of_a_sane_size_are_unpacked(run_dir, tmp_path, caplog):
     storage = mirrored(run_dir, 2)
     new = tmp_path / "new"
     put_logs(storage, "metrics.jsonl", "proofs/x.json", ".train.lock", "../x", "global_step_9/x")
-    assert restored(new, storage) is not None
+    assert restored(new, storage)
     assert {"metrics.jsonl", "proofs", "global_step_2"} <= {path.name for path in new.iterdir()}
     assert not (new / "global_step_9").exists() and not (tmp_path / "x").exists()
     assert "cannot be read" not in caplog.text
     put_logs(storage, "metrics.jsonl", data=bytes(2**26))
-    assert restored(tmp_path / "second", storage) is not None
+    assert restored(tmp_path / "second", storage)
     assert not (tmp_path / "second" / "metrics.jsonl").exists()
     assert "unpacks to more than 64 MiB" in caplog.text
 

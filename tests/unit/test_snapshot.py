@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from toy import START
 
 from trainer.checkpoint import snapshot as module
@@ -83,7 +84,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def state(**changes: Any) -> Snapshot:
+def state() -> Snapshot:
     tied = torch.randn(33, 5)
     model = {
         "head": tied,
@@ -100,25 +101,25 @@ def state(**changes: Any) -> Snapshot:
         "odd": torch.tensor([float("nan"), -0.0]),
         "n": 3,
     }
-    settings: dict[str, Any] = {"model": model, "optim": optim, "extra": extra} | changes
-    return Snapshot(START, data={}, loss=None, grad_norm=None, history=History(), **settings)
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [tensor for item in items for tensor in tensors(item)]
+    return Snapshot(
+        START,
+        model=model,
+        optim=optim,
+        extra=extra,
+        data={},
+        loss=None,
+        grad_norm=None,
+        history=History(),
+    )
 
 
 def all_tensors(one: Snapshot) -> list[torch.Tensor]:
-    return tensors([one.model, one.optim, one.extra])
+    leaves = tree_leaves([one.model, one.optim, one.extra])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return (
-        tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    )
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda):

@@ -225,9 +225,10 @@ def quarantine(path: Path, reason: str) -> Path:
     number = 0
     while (name := f"{CORRUPT_PREFIX}{path.name}.{number}") in taken:
         number += 1
-    fsio.rename(path, path.parent / name)
+    aside = path.with_name(name)
+    fsio.rename(path, aside)
     logger.warning("renamed %s to %s: %s", path, name, reason)
-    return path.parent / name
+    return aside
 
 
 def is_in_use(reading: Path) -> bool:

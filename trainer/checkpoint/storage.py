@@ -139,8 +139,9 @@ class Storage:
     def _settle(self, name: str) -> None:
         """Sync a file on a local disk. Object storage is durable once it accepts a file."""
         if isinstance(self._fs, LocalFileSystem):
-            sync(Path(self._path(name)))
-            sync(Path(self._path(name)).parent)
+            path = Path(self._path(name))
+            sync(path)
+            sync(path.parent)
 
     def _note_answer(self, *_: object) -> None:
         self.answered_at = time.monotonic()

@@ -97,9 +97,8 @@ class Uploader:
 
     def _local_state(self) -> object:
         """Return all values that decide which checkpoints belong in the mirror."""
-        steps = [layout.parse_step(name) for name in fsio.list_dir(self._run_dir)]
         return (
-            [step for step in steps if step is not None],
+            {layout.parse_step(name) for name in fsio.list_dir(self._run_dir)},
             layout.read_pointer(self._run_dir),
             rollback.read(self._run_dir),
             evaluations.read_summaries(self._run_dir),
