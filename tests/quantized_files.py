@@ -65,10 +65,12 @@ def quantize_float8(path: Path, form: str, *, size: int = BLOCK) -> Files:
         suffix = "_scale" if form in ("tensor", "channel", "block") else "_scale_inv"
         if form == "exponents":
             exponents = (scales.log2().ceil() + 127).to(torch.uint8)
-            scales, files[name + suffix] = torch.exp2(exponents.float() - 127), exponents
+            files[name + suffix] = exponents
+            scales = torch.exp2(exponents.float() - 127)
         else:
             files[name + suffix] = scales.reshape(1) if form == "tensor" else scales
-        files[name], expected[name] = codes, plain(codes, scales, block)
+        files[name] = codes
+        expected[name] = plain(codes, scales, block)
         if form == "tensor":
             files[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
     save_file(files, path / "model.safetensors", {"format": "pt"})

@@ -105,8 +105,7 @@ def test_a_frozen_parameter_stays_and_is_saved_without_moments(straight, root):
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=torch.arange(3, 40)[None]).logits
-    return logits
+        return model(input_ids=torch.arange(3, 40)[None]).logits
 
 
 ADAPTER = "adapter_model.safetensors"

@@ -20,8 +20,9 @@ from trainer.config import OptimConfig
 from trainer.data.batch import StepBatch
 from trainer.errors import EXIT_RESUMABLE
 from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
+from trainer.model.weights import local
 from trainer.optim import OPTIMIZERS
-from trainer.optim.clip import Optimizer, local
+from trainer.optim.clip import Optimizer
 from trainer.runtime.progress import ALL, OWN
 from trainer.train.packet import Packet
 from trainer.train.parts import Part

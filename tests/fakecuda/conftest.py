@@ -44,8 +44,7 @@ def fake_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
             print(line, file=process.stdin, flush=True)
             while text := answers.readline():
                 if text.startswith("{"):
-                    found: dict[str, Any] = json.loads(text)
-                    return found
+                    return json.loads(text)
             raise AssertionError(f"{line}:\n{errors.read_text()[-4000:]}")
 
         yield lambda **case: answer(json.dumps(case))

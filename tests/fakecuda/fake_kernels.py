@@ -4,6 +4,7 @@ counts as it would.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,44 +18,31 @@ def _rms_norm(hidden: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
     assert hidden.device.type == weight.device.type == "cuda"
     assert hidden.dtype == weight.dtype, "torch would compute it in pieces"
     assert weight.shape == hidden.shape[-1:]
-    return _norm(hidden, weight)
+    return OPERATIONS.norm(hidden, weight)
 
 
-@torch.library.custom_op("fakecuda::norm", mutates_args=())
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    raise AssertionError("only its shape is asked for")
+def _gradients(backward: Any, ctx: Any, grad: Tensor) -> Any:
+    return backward(grad, *ctx.saved_tensors)
 
 
-@torch.library.custom_op("fakecuda::norm_backward", mutates_args=())
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    raise AssertionError("only its shape is asked for")
-
-
-_norm.register_fake(lambda x, weight: torch.empty_like(x))
-_norm_backward.register_fake(
-    lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight))
-)
-_norm.register_autograd(
-    lambda ctx, grad: _norm_backward(grad, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
-
-@torch.library.custom_op("fakecuda::silu", mutates_args=())
-def _silu(x: Tensor) -> Tensor:
-    raise AssertionError("only its shape is asked for")
-
-
-@torch.library.custom_op("fakecuda::silu_backward", mutates_args=())
-def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    raise AssertionError("only its shape is asked for")
-
-
-_silu.register_fake(torch.empty_like)
-_silu_backward.register_fake(lambda grad, x: torch.empty_like(x))
-_silu.register_autograd(
-    lambda ctx, grad: _silu_backward(grad, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+OPERATIONS = torch.ops.fakecuda
+"""Only their shapes are asked for: they have no code for any device."""
+for name, inputs, gradients in (
+    ("norm", "Tensor x, Tensor weight", "(Tensor, Tensor)"),
+    ("silu", "Tensor x", "Tensor"),
+):
+    torch.library.define(f"fakecuda::{name}", f"({inputs}) -> Tensor")
+    torch.library.define(f"fakecuda::{name}_backward", f"(Tensor grad, {inputs}) -> {gradients}")
+    torch.library.register_fake(f"fakecuda::{name}", lambda x, *_: torch.empty_like(x))
+    torch.library.register_autograd(
+        f"fakecuda::{name}",
+        partial(_gradients, getattr(OPERATIONS, f"{name}_backward")),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+torch.library.register_fake("fakecuda::silu_backward", lambda grad, x: torch.empty_like(x))
+torch.library.register_fake(
+    "fakecuda::norm_backward",
+    lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)),
 )
 
 
@@ -66,6 +54,6 @@ def of_a_card() -> Iterator[None]:
     functional = "torch.nn.functional"
     with (
         patch(f"{functional}.rms_norm", _rms_norm),
-        patch(f"{functional}.silu", lambda x, inplace=False: _silu(x)),
+        patch(f"{functional}.silu", lambda x, inplace=False: OPERATIONS.silu(x)),
     ):
         yield

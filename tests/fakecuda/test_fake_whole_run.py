@@ -35,8 +35,7 @@ def runs(fake_runs: Any) -> Any:
 
 
 def num_shards(name: str) -> int:
-    size: int = RUNS[name].get("fsdp_size", RUNS[name].get("num_ranks", 8))
-    return size
+    return RUNS[name].get("fsdp_size", RUNS[name].get("num_ranks", 8))
 
 
 def num_steps(name: str) -> int:

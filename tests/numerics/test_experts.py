@@ -59,8 +59,7 @@ def plain_model(source: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(source: Any) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = plain_run(source, num_steps=STEPS)
-    return found
+    return plain_run(source, num_steps=STEPS)
 
 
 def differing(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> list[str]:

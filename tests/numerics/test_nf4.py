@@ -53,7 +53,8 @@ def bases(tmp_path: Path) -> tuple[ModelSource, ModelSource]:
         model = plain_model(source.path)
         for name, layer in model.named_modules():
             if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-                torch.nn.init.normal_(layer.bias) if layer.bias is not None else None
+                if layer.bias is not None:
+                    torch.nn.init.normal_(layer.bias)
                 if path == paths[1]:
                     layer.weight.data = stored_and_back(layer.weight.data)
         model.save_pretrained(path)

@@ -38,8 +38,7 @@ def plain(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def theirs(hidden: Tensor, weight: Tensor) -> Tensor:
     module = Qwen2RMSNorm(SHAPE[-1], EPS)
-    result: Tensor = torch.func.functional_call(module, {"weight": weight}, (hidden,))
-    return result
+    return torch.func.functional_call(module, {"weight": weight}, (hidden,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,5 +109,6 @@ def test_only_norms_that_compute_the_same_are_taken_over(kind, is_taken):
     model = nn.Sequential(nn.Linear(8, 8), kind(8, eps=EPS), nn.LayerNorm(8))
     hidden = torch.randn(3, 8)
     before = model(hidden)
-    assert take_over_norms(model) == is_taken
+    take_over_norms(model)
+    assert ("forward" in vars(model[1])) == is_taken
     torch.testing.assert_close(model(hidden), before, rtol=1e-6, atol=1e-6)

@@ -30,10 +30,9 @@ IDS = torch.from_numpy(SAMPLES.sample(DOCUMENTS[0])[0])[None].long()
 
 def original(path: Path) -> tuple[Any, dict[str, Any]]:
     """The whole as its own class loads it, and what did not fit."""
-    found: Any = AutoModelForMultimodalLM.from_pretrained(
+    return AutoModelForMultimodalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    return found
 
 
 def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, Any]:

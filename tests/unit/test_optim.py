@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_training import orthogonal
 from torch import Tensor, nn
 from toy import optim_config, update
 
@@ -94,17 +95,6 @@ GROUPED = {
 """The share of the learning rate and the weight decay that these groups give."""
 
 
-def by_definition(matrix: torch.Tensor) -> torch.Tensor:
-    """The five quintic iterations on the singular values themselves, which is what they do to
-    the matrix.
-    """
-    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-    values = values / values.norm()
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    return left @ torch.diag(values) @ right
-
-
 def plain_steps(
     values: Tensor,
     gradients: list[Tensor],
@@ -118,16 +108,15 @@ def plain_steps(
     adamw = torch.optim.AdamW([parameter], betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
     momentum = torch.zeros_like(parameter)
     for gradient, rate in zip(gradients, rates, strict=True):
-        adamw.param_groups[0]["lr"], parameter.grad = rate, gradient.double()
+        adamw.param_groups[0]["lr"] = rate
+        parameter.grad = gradient.double()
         if not is_matrix:
             adamw.step()
             continue
         momentum = torch.lerp(momentum, parameter.grad, 0.05)
         ahead = torch.lerp(parameter.grad, momentum, 0.95)
-        matrices = ahead.view(-1, *ahead.shape[-2:])
-        update = torch.stack([by_definition(matrix) for matrix in matrices]).view_as(ahead)
-        update = update * 0.2 * max(ahead.shape[-2:]) ** 0.5 + decay * parameter.detach()
-        parameter.data -= rate * update
+        update = orthogonal(ahead) * 0.2 * max(ahead.shape[-2:]) ** 0.5
+        parameter.data -= rate * (update + decay * parameter.detach())
     return parameter.detach()
 
 
@@ -197,7 +186,8 @@ MOMENTA = {"adamw": ("exp_avg", 0.1), "muon": ("momentum_buffer", 0.05)}
 
 def step(layer: nn.Linear, optimizer: clip.Optimizer, gradient: list[float], **how: Any) -> None:
     """Update the matrix with this gradient, at the rate 0.1."""
-    layer.weight.grad, layer.bias.grad = torch.tensor([gradient]), torch.zeros(1)
+    layer.weight.grad = torch.tensor([gradient])
+    layer.bias.grad = torch.zeros(1)
     norm = clip.local_square_sum(list(layer.parameters())).sqrt()
     update(optimizer, norm, lr=0.1, **how)
 
@@ -208,7 +198,8 @@ def step(layer: nn.Linear, optimizer: clip.Optimizer, gradient: list[float], **h
 @pytest.mark.parametrize("gradient", [[3.0, 4.0], [0.0, 0.0]])
 def test_clipping_scales_down_only(kind, gradient, max_norm, scale):
     """The first moment holds what the update saw. A gradient of zero is no reason to skip."""
-    layer, (moment, share) = nn.Linear(2, 1), MOMENTA[kind]
+    layer = nn.Linear(2, 1)
+    moment, share = MOMENTA[kind]
     optimizer = OPTIMIZERS[kind](layer, optim_config())
     step(layer, optimizer, gradient, max_norm=max_norm)
     expected = torch.tensor([gradient]) * scale * share

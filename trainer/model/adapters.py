@@ -27,7 +27,7 @@ from trainer.model.adapter_names import (
     placed,
 )
 from trainer.model.pretrained import ModelSource
-from trainer.model.weights import TensorGroup, local_slices, stored_in
+from trainer.model.weights import TensorGroup, has_tied_head, local_slices, stored_in
 from trainer.runtime import seeding
 from trainer.runtime.log import labelled
 
@@ -101,15 +101,14 @@ def fill(model: PreTrainedModel, config: ModelConfig, source: ModelSource, *, se
 def log_trained(model: PreTrainedModel, config: ModelConfig) -> None:
     """Log which layers of a built model have adapters."""
     if config.has_adapters:
-        own: Any = model
-        settings = own.peft_config[NAME]
-        text = lora_layers.summary(model, rank=settings.r)
+        written = settings(model)
+        text = lora_layers.summary(model, rank=written["r"])
         layers = [module for module in model.modules() if isinstance(module, nf4.Nf4Linear)]
         if layers:
             text += f"; {len(layers)} linear layers in NF4"
-        if settings.modules_to_save:
-            text += f"; trained in full: {', '.join(settings.modules_to_save)}"
-        logger.info("%s", labelled("adapters", text))
+        if written["modules_to_save"]:
+            text += f"; trained in full: {', '.join(written['modules_to_save'])}"
+        logger.info(labelled("adapters", text))
 
 
 def _wanted(config: ModelConfig, source: ModelSource) -> tuple["LoraConfig", str | list[str], str]:
@@ -189,7 +188,7 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
         end.requires_grad_(True)
     if in_full:
         settings.modules_to_save = [placed(name, source.places) for name in in_full]
-        settings.ensure_weight_tying = lora_layers.has_tied_head(model)
+        settings.ensure_weight_tying = has_tied_head(model)
     settings.target_modules, settings.target_parameters = lora_layers.written(
         source.whole or model, [placed(name, source.places) for name in layers]
     )
@@ -258,15 +257,16 @@ def _given(path: str) -> "LoraConfig":
 
 def _with_weights(layers: list[str], stacked: list[str], named: list[str]) -> list[str]:
     """Replace expert modules by those of their weights that the adapter's settings name."""
-    own = [name.replace(".base_layer", "") for name in layers]
+    adapted = {name.replace(".base_layer", "") for name in layers}
     leaves = {lora_layers.leaf(name) for name in named}
-    module_of = {name: name.rpartition(".")[0] for name in stacked}
-    weights = [
-        name
-        for name, module in module_of.items()
-        if module in own and lora_layers.leaf(name) in leaves
-    ]
-    return [name for name in own if name not in module_of.values()] + weights
+    modules = set()
+    weights = []
+    for name in stacked:
+        module, _, weight = name.rpartition(".")
+        modules.add(module)
+        if module in adapted and weight in leaves:
+            weights.append(name)
+    return sorted(adapted - modules) + weights
 
 
 def _where(name: str) -> str:

@@ -128,9 +128,9 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
     trained = "all trainable" if num_trained == num_all else f"{num_trained:,} trainable"
     name = type(design.model).__name__.removeprefix("FSDP")
     text = f"{name}, {num_all:,} parameters, {trained}; {how_documents_run(design)}"
-    logger.info("%s", labelled("model", text))
+    logger.info(labelled("model", text))
     for note in packed_lm.notes(design.model.config):
-        logger.info("%s", labelled("", note))
+        logger.info(labelled("", note))
     adapters.log_trained(design.model, config)
     return design.model
 
@@ -176,7 +176,7 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | N
 
     Return the gravest fault of all ranks, on every rank, because they must retry together.
     """
-    logger.info("%s", labelled("self-check", "loss and gradient against those of transformers"))
+    logger.info(labelled("self-check", "loss and gradient against those of transformers"))
     faults = distributed.gather(_own_fault(model, config, world))
     _, text = min(filter(None, faults), default=(0, None))
     return text
@@ -226,7 +226,7 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tup
     loss = max(errors.loss, 1e-9)
     gradient = max(1e-9, *errors.gradients.values())
     kind = str(dtype).removeprefix("torch.")
-    logger.info("%s", labelled("", f"equal within {loss:.0e} and {gradient:.0e} ({kind})"))
+    logger.info(labelled("", f"equal within {loss:.0e} and {gradient:.0e} ({kind})"))
     return None
 
 

@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -47,18 +47,8 @@ class DocumentLengths:
         """`group`: the ranks that share the tokens."""
         self.seqlens = seqlens
         self.exchange = None if group is None else HeadExchange(group, num_tokens=sum(seqlens))
-        self._groups: dict[int, DocumentGroups] = {}
-
-    def groups(self, num_key_heads: int, device: torch.device) -> DocumentGroups:
-        if num_key_heads not in self._groups:
-            self._groups[num_key_heads] = DocumentGroups(
-                self.seqlens, num_key_heads=num_key_heads, device=device
-            )
-        return self._groups[num_key_heads]
-
-    def cu_seqlens(self, device: torch.device) -> Tensor:
-        bounds = torch.tensor((0, *self.seqlens)).cumsum(0).to(torch.int32)
-        return bounds.to(device, non_blocking=True)
+        self.groups = cache(partial(DocumentGroups, seqlens))
+        """Made once for each number of key heads and device."""
 
 
 _running: DocumentLengths | None = None
@@ -164,7 +154,9 @@ def _bounds(device: torch.device) -> tuple[DocumentLengths, Tensor, int]:
         raise ConfigError(
             "packed attention needs document bounds.\nFix: model.attention=per_document"
         )
-    return _running, _running.cu_seqlens(device), max(_running.seqlens)
+    seqlens = _running.seqlens
+    cu_seqlens_D1 = torch.tensor((0, *seqlens)).cumsum(0).to(torch.int32)
+    return _running, cu_seqlens_D1.to(device, non_blocking=True), max(seqlens)
 
 
 def _has_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
@@ -240,12 +232,12 @@ def choose_kernel() -> None:
     is_hopper = torch.cuda.get_device_capability()[0] == HOPPER
     if is_hopper and find_spec("flash_attn_interface") is not None:
         activate_flash_attention_impl("FA3")
-        logger.info("%s", labelled("attention", "FlashAttention 3"))
+        logger.info(labelled("attention", "FlashAttention 3"))
 
 
 @torch.compiler.disable
 def _grouped(
     lengths: DocumentLengths, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 ) -> Tensor:
-    groups = lengths.groups(key.shape[1], query.device)
+    groups = lengths.groups(num_key_heads=key.shape[1], device=query.device)
     return grouped_attention(query, key, value, groups, scoring)

@@ -201,8 +201,7 @@ def grouped_attention(
     """Compute causal attention of queries [1, N, T, K] over keys and values [1, M, T, K]. Return
     [1, T, N, K].
     """
-    output: Tensor = _GroupedAttention.apply(query, key, value, scoring.sinks, groups, scoring)
-    return output
+    return _GroupedAttention.apply(query, key, value, scoring.sinks, groups, scoring)
 
 
 class _GroupedAttention(torch.autograd.Function):

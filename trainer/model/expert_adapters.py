@@ -47,8 +47,7 @@ def adapt(model: nn.Module, name: str, weights: Sequence[str], settings: "LoraCo
         )
         experts.adapters[weight] = outermost
     outermost.forward = partial(_forward, outermost, experts)
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, outermost)
+    model.set_submodule(name, outermost)
 
 
 def _forward(outermost: Any, experts: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,12 +62,13 @@ def _forward(outermost: Any, experts: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def grouped_mm(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Compute the same products as transformers' grouped experts, and add the adapters' results."""
+    """Compute the same products as transformers' grouped experts, and add the adapters' results.
+
+    `experts.tokens_E` counts the rows of each expert.
+    """
     num_tokens, num_chosen = index_TK.shape
     expert_S, order_S = index_TK.flatten().sort()
-    tokens_E = expert_S.new_zeros(experts.num_experts)
-    tokens_E.index_add_(0, expert_S, torch.ones_like(expert_S))
-    ends_E = tokens_E.cumsum(0, dtype=torch.int32)
+    ends_E = experts.tokens_E.cumsum(0, dtype=torch.int32)
     product = partial(_product, experts, expert_S=expert_S, ends_E=ends_E)
 
     input_SH = hidden_TH[order_S // num_chosen]

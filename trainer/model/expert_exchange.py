@@ -66,8 +66,7 @@ class ExpertExchange:
 
     def gather(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's experts, in the dtype of their products. Collective."""
-        gathered: Tensor = _Gather.apply(parameter, self)
-        return gathered
+        return _Gather.apply(parameter, self)
 
     def gather_all(self, parameter: nn.Parameter) -> Tensor:
         """Return all experts on every rank. Collective."""

@@ -30,22 +30,18 @@ def counted_grouped_mm(
 ) -> Tensor:
     """Compute all experts in one grouped product.
 
-    Unlike transformers' loop over the chosen experts, this does not wait for the device. In
-    training, each module stores in `tokens_E` how many tokens every expert got in the last forward
-    pass.
+    Unlike transformers' loop over the chosen experts, this does not wait for the device. Each
+    module stores in `tokens_E` how many tokens every expert got in the last forward pass.
     """
+    index = index_TK.flatten()
+    tokens_E = index.new_zeros(experts.num_experts)
+    experts.tokens_E = tokens_E.index_add_(0, index, torch.ones_like(index))
     exchange: ExpertExchange | None = vars(experts).get("exchange")
-    if experts.training or exchange is not None:
-        index = index_TK.flatten()
-        experts.tokens_E = index.new_zeros(experts.num_experts).index_add_(
-            0, index, torch.ones_like(index)
-        )
     if exchange is not None:
         return _exchanged_grouped_mm(experts, exchange, hidden_TH, index_TK, weights_TK)
     if "adapters" in vars(experts):
         return expert_adapters.grouped_mm(experts, hidden_TH, index_TK, weights_TK)
-    result: Tensor = grouped_mm_experts_forward(experts, hidden_TH, index_TK, weights_TK)
-    return result
+    return grouped_mm_experts_forward(experts, hidden_TH, index_TK, weights_TK)
 
 
 ALL_EXPERTS_FUNCTIONS.register(COUNTED, counted_grouped_mm)
@@ -88,8 +84,7 @@ def compute_without_exchange(experts: Any, *args: Tensor) -> Tensor:
         name: experts.exchange.gather_all(parameter)
         for name, parameter in experts.named_parameters(recurse=False)
     }
-    result: Tensor = type(experts).forward(whole, *args)
-    return result
+    return type(experts).forward(whole, *args)
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -126,7 +121,8 @@ class Routers:
         self._recorded = list(_recorded_routers(model))
         config: Any = model.config
         names = ("router_aux_loss_coef", "aux_loss_coef")
-        coefficient = next((c for name in names if (c := getattr(config, name, None))), 0.0)
+        coefficients = [getattr(config, name, None) for name in names]
+        coefficient = next(filter(None, coefficients), 0.0)
         obstacle = self._obstacle(model)
         self._coefficient = 0.0 if obstacle else coefficient
         if self._coefficient:

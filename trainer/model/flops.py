@@ -115,11 +115,9 @@ def _flops(model: PreTrainedModel) -> StepFlops:
         attention[_window(config, layer, n)] += (6 if n >= first else 2) * _width(layer)
     return StepFlops(
         per_token=per_token,
-        per_loss_token=float(_per_use(head.weight, True) * head.weight.numel()),
-        per_squared_length=float(attention[None]),
-        per_window={
-            window: float(cost) for window, cost in attention.items() if window is not None
-        },
+        per_loss_token=_per_use(head.weight, True) * head.weight.numel(),
+        per_squared_length=attention[None],
+        per_window={window: cost for window, cost in attention.items() if window is not None},
     )
 
 

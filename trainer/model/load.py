@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainer.config import ConfigError
 from trainer.model import new_tokens, nf4
 from trainer.model.pretrained import ModelSource, stored_tensors
-from trainer.model.weights import StoredTensor, TensorGroup, local_slices
+from trainer.model.weights import StoredTensor, TensorGroup, has_tied_head, local_slices
 from trainer.runtime import seeding
 from trainer.runtime.log import ProgressLines
 
@@ -30,7 +30,7 @@ def materialize(
     values, and tied parameters stay tied.
     """
     buffers = dict(model.named_buffers())
-    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    is_tied = has_tied_head(model)
     model.to_empty(device=device)
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
@@ -54,7 +54,7 @@ def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> N
     found.require_all_of(model)
     tensors = stored_tensors(model)
     embeddings = model.get_input_embeddings().weight
-    grown = {id(tensor) for tensor in (embeddings, *model.get_output_embeddings().parameters())}
+    grown = {embeddings, *model.get_output_embeddings().parameters()}
     num_stored = 0
     is_main = dist.get_rank() == 0
     shown = ProgressLines("load", str(source.path)) if is_main else None
@@ -64,7 +64,7 @@ def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> N
                 done = number / len(found.groups)
                 shown.tell(f"{done:.0%} of the tensors")
             first = tensors[group.own[0]]
-            may_grow = bool(source.new_tokens) and id(first) in grown
+            may_grow = bool(source.new_tokens) and first in grown
             fill(group, tensors, found.files, may_grow=may_grow)
             if first is embeddings:
                 num_stored = found.files[group.stored[0]].shape[0]
@@ -98,9 +98,11 @@ def fill(
                 )
     slices = [_weight_slices(tensor) for tensor in own]
     if group.converter is None:
-        (local, where), shape = slices[0], stored[0].shape
+        local, where = slices[0]
+        shape = stored[0].shape
         if may_grow and shape[0] < own[0].shape[0]:
-            first, last = (min(row, shape[0]) for row in (where[0].start, where[0].stop))
+            first = min(where[0].start, shape[0])
+            last = min(where[0].stop, shape[0])
             local = local[: last - first]
             where = (slice(first, last), *where[1:])
             shape = (own[0].shape[0], *shape[1:])
@@ -118,7 +120,9 @@ def fill(
 def _weight_slices(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """Return (this rank's shard of a parameter, the slices of the whole weight that it holds)."""
     local, where = local_slices(tensor)
-    return local, (where[0], slice(0, nf4.weight_shape(tensor)[1])) if nf4.is_nf4(tensor) else where
+    if nf4.is_nf4(tensor):
+        where = (where[0], slice(0, nf4.weight_shape(tensor)[1]))
+    return local, where
 
 
 def _put(local: Tensor, values: Tensor) -> None:
@@ -126,7 +130,8 @@ def _put(local: Tensor, values: Tensor) -> None:
 
 
 def _require_shape(found: Sequence[int], tensor: Tensor, what: str) -> None:
-    if tuple(found) != (shape := nf4.weight_shape(tensor)):
+    shape = nf4.weight_shape(tensor)
+    if tuple(found) != shape:
         raise ConfigError(f"{what} has shape {tuple(found)}, the config asks for {shape}")
 
 
@@ -143,8 +148,7 @@ def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict
             trust_remote_code=source.trust_remote_code,
             attn_implementation="eager",
         )
-    tensors: dict[str, Tensor] = whole.state_dict()
-    return tensors
+    return whole.state_dict()
 
 
 def _from_main_rank(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
@@ -153,9 +157,8 @@ def _from_main_rank(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
     """
     for name, tensor in stored_tensors(model).items():
         local, where = local_slices(tensor)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)
         if tensors:
-            whole = tensors[name].to(local.device, tensor.dtype).contiguous()
-        else:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)
+            whole.copy_(tensors[name])
         dist.broadcast(whole, src=0)
         local.copy_(whole[where])

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.config import ConfigError, did_you_mean
 from trainer.model.adapter_names import is_adapter
+from trainer.model.weights import has_tied_head
 
 ALL_LINEAR = "all-linear"
 _LINEAR = (nn.Linear, Conv1D)
@@ -93,13 +94,6 @@ def ends_named(model: PreTrainedModel, names: Iterable[str]) -> dict[str, nn.Mod
     if named and has_tied_head(model):
         named = list(ends)
     return {full: model.get_submodule(full) for end, full in ends.items() if end in named}
-
-
-def has_tied_head(model: PreTrainedModel) -> bool:
-    """Return True if the output head shares the weight of the input embeddings."""
-    head: Any = model.get_output_embeddings()
-    embeddings: Any = model.get_input_embeddings()
-    return head.weight is embeddings.weight
 
 
 def expert_weights(model: PreTrainedModel) -> list[str]:

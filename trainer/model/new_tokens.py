@@ -51,7 +51,8 @@ def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, di
             "model.new_tokens: the tokenizer already has %s; not added again",
             ", ".join(map(repr, known)),
         )
-    if not (new := [token for token in dict.fromkeys(tokens) if token not in known]):
+    new = [token for token in dict.fromkeys(tokens) if token not in known]
+    if not new:
         return path, {}
     tokenizer.add_special_tokens([_added(token) for token in new])
     ids: dict[str, Any] = {token: tokenizer.token_to_id(token) for token in new}
@@ -129,11 +130,10 @@ def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, s
     first = min(*ids.values(), num_stored)
     texts = {number: f"row {number}" for number in range(num_stored, head.out_features)}
     texts |= {number: token for token, number in ids.items()}
-    parameters = {id(p): p for p in (model.get_input_embeddings().weight, *head.parameters())}
-    for which, parameter in enumerate(parameters.values()):
+    parameters = dict.fromkeys([model.get_input_embeddings().weight, *head.parameters()])
+    for which, parameter in enumerate(parameters):
         local, (rows, *_) = local_slices(parameter)
-        begin = rows.start
-        trained = local[: max(0, first - begin)].double()
+        trained = local[: max(0, first - rows.start)].double()
         sums = torch.stack([trained.sum(0), trained.square().sum(0)])
         count = torch.tensor(float(len(trained)), dtype=torch.float64, device=local.device)
         dist.all_reduce(sums)
@@ -144,9 +144,8 @@ def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, s
         mean = mean.bfloat16().float()
         spread = spread.bfloat16().float()
         for number, text in texts.items():
-            if begin <= number < begin + len(local):
-                generator = torch.Generator().manual_seed(
-                    seeding.key("new token", seed, text, which)
-                )
+            if rows.start <= number < rows.stop:
+                key = seeding.key("new token", seed, text, which)
+                generator = torch.Generator().manual_seed(key)
                 noise = torch.randn(mean.shape, generator=generator).to(local.device)
-                local[number - begin] = (mean + NOISE * spread * noise).to(local.dtype)
+                local[number - rows.start] = mean + NOISE * spread * noise

@@ -52,8 +52,7 @@ class Nf4Linear(nn.Linear):
         self.register_buffer("levels", torch.tensor(LEVELS, device="cpu"), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Product.apply(x, self.weight, self.bias, self.levels)
-        return result
+        return _Product.apply(x, self.weight, self.bias, self.levels)
 
 
 class _Product(torch.autograd.Function):
@@ -66,7 +65,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,), (stored, levels) = gradients, ctx.saved_tensors
+        (gradient,) = gradients
+        stored, levels = ctx.saved_tensors
         return gradient @ dequantized(stored, levels, gradient.dtype), None, None, None
 
 

@@ -27,7 +27,7 @@ from trainer.model.attention import DocumentLengths
 from trainer.model.head import LossHead, measure, train
 from trainer.model.losses import LOSSES, Loss
 from trainer.model.pretrained import ModelSource
-from trainer.model.weights import base_name_of
+from trainer.model.weights import base_name_of, has_tied_head
 
 _DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
 
@@ -140,9 +140,8 @@ def _require_unshared(model: PreTrainedModel, source: ModelSource) -> None:
 
     Some architectures share the bias of a head if they have one.
     """
-    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     num_names = len(list(model.named_parameters(remove_duplicate=False)))
-    if num_names - len(list(model.parameters())) != is_tied:
+    if num_names - len(list(model.parameters())) != has_tied_head(model):
         raise ConfigError(
             f"model.partial_pretrain={source.path}: {type(model).__name__} shares parameters "
             f"between layers, which cannot be sharded layer by layer"
@@ -193,8 +192,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def sequence_group(model: PreTrainedModel) -> ProcessGroup | None:
     """Return the ranks that share the tokens of a batch; None if each rank has its own batch."""
-    group: ProcessGroup | None = vars(model).get("sequence_group")
-    return group
+    return vars(model).get("sequence_group")
 
 
 def run_plain(
@@ -230,8 +228,7 @@ def _forward_fused(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:
     """Return the loss of the supervised positions. The head computes only these."""
     hidden_TH = run_plain(self, self.base_model, batch).last_hidden_state[0]
     head: Any = self.get_output_embeddings()
-    output: LossOutput = head(hidden_TH[batch.supervised_S], batch.labels_T[batch.supervised_S])
-    return output
+    return head(hidden_TH[batch.supervised_S], batch.labels_T[batch.supervised_S])
 
 
 def _forward_full_logits(self: PreTrainedModel, batch: PackedBatch) -> LossOutput:

@@ -129,7 +129,7 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
         ignored |= expert_exchange.distribute(
             experts_of(model), world.mesh, world.expert_mesh, dtype
         )
-    unit = partial(
+    as_unit = partial(
         fully_shard,
         mesh=world.mesh,
         mp_policy=MixedPrecisionPolicy(
@@ -142,25 +142,24 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
         else OffloadPolicy(),
         ignored_params=ignored,
     )
-    reshard = fsdp.reshard_after_forward
-    if reshard == AUTO:
-        reshard = _is_worth_freeing(model, dtype, world)
+    reshards = bool(fsdp.reshard_after_forward)
+    if fsdp.reshard_after_forward == AUTO:
+        reshards = _is_worth_freeing(model, dtype, world)
     owner: Any = model
-    owner.frees_gathered = bool(reshard)
+    owner.frees_gathered = reshards
     for layer in decoder_layers(model):
-        unit(layer, reshard_after_forward=bool(reshard))
+        as_unit(layer, reshard_after_forward=reshards)
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if embeddings.weight is not head.weight:
-        unit(embeddings, reshard_after_forward=bool(reshard))
+        as_unit(embeddings, reshard_after_forward=reshards)
         assert isinstance(embeddings, FSDPModule)
         embeddings.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
         # needed again at once in the backward pass, so it stays gathered
-        unit(head, reshard_after_forward=False)
-    unit(model, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _sum_gradients(module, world)
+        as_unit(head, reshard_after_forward=False)
+    as_unit(model, reshard_after_forward=False)
+    for unit in _units(model):
+        _sum_gradients(unit, world)
     if config.master_dtype != "float32":
         model.register_forward_pre_hook(_keep_gradients_in_float32)
     model.register_forward_hook(_reshard_without_backward)
@@ -178,11 +177,7 @@ def _used_in_place(
     """
     if world.num_shards > 1 or is_offloaded:
         return set()
-    return {
-        parameter
-        for parameter in model.parameters()
-        if not parameter.requires_grad and parameter.ndim
-    }
+    return {p for p in model.parameters() if not p.requires_grad and p.ndim}
 
 
 def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) -> bool:
@@ -195,7 +190,11 @@ def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) 
     return world.num_shards > 1 and numel * dtype.itemsize > KEPT_BYTES
 
 
-def _sum_gradients(module: nn.Module, world: World) -> None:
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _sum_gradients(unit: FSDPModule, world: World) -> None:
     """Sum gradients over ranks instead of averaging them, because the loss is already divided by
     the global token count.
 
@@ -204,11 +203,10 @@ def _sum_gradients(module: nn.Module, world: World) -> None:
     a branch), its gradient on that rank is set to zero. Otherwise ranks would add gradients of
     different parameters.
     """
-    assert isinstance(module, FSDPModule)
     if world.size > 1:  # one rank divides by one anyway; a factor would cost a pass
-        module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)
-    module.set_reduce_scatter_unused_params(True, recurse=False)
+        unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
@@ -230,10 +228,8 @@ def _keep_gradients_in_float32(model: nn.Module, args: object) -> None:
     FSDP2 casts them to the parameter's dtype, so a sum over micro-batches would be rounded after
     each of them. FSDP2 sets this dtype at its first forward.
     """
-    for module in model.modules():
-        for group in (
-            module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
-        ):
+    for unit in _units(model):
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
             if group._orig_dtype is None or group._orig_dtype == torch.float32:
                 continue
             group._orig_dtype = torch.float32
@@ -252,6 +248,5 @@ def _reshard_without_backward(model: nn.Module, args: object, output: object) ->
     or a checkpoint would see the gathered copies.
     """
     if not torch.is_grad_enabled():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for unit in _units(model):
+            unit.reshard()

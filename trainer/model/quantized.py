@@ -7,7 +7,6 @@ bfloat16, and only the codes of those slices are read.
 Shape suffixes: R rows and C columns of a weight.
 """
 
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +27,7 @@ _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _FOUR_BITS = ("I8", "U8")
 _FOUR_BIT_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4 = ("_blocks", "_scales")
-_MXFP4_COLUMNS = 32
-"""Columns of a block in gpt-oss checkpoints, which store each weight transposed."""
+"""Endings of gpt-oss checkpoints, which store each weight transposed."""
 _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act", ".k_scale", ".v_scale")
 
 
@@ -80,17 +79,17 @@ def dequantized(
     tensors = {
         name: tensor for name, tensor in stored.items() if not name.endswith(_OF_ACTIVATIONS)
     }
-    for name in [name for name, tensor in tensors.items() if tensor.dtype in _FLOAT8 + _FOUR_BITS]:
-        if name not in tensors:
-            continue  # scales whose codes came earlier
+    for name, codes in [*tensors.items()]:
+        if name not in tensors or codes.dtype not in _FLOAT8 + _FOUR_BITS:
+            continue  # scales whose codes came earlier, or not quantized
         names = [scales for scales in _names_of_scales(name) if scales in tensors]
         if names:
-            codes = tensors.pop(name)
+            del tensors[name]
             scales = tensors.pop(names[0])
             made = _Quantized.pair(codes, scales, block_size, f"{codes.file}: {name}")
             tensors[name.removesuffix(_MXFP4[0])] = made.as_stored()
-        elif tensors[name].dtype in _FLOAT8:
-            raise ConfigError(f"{tensors[name].file}: {name} is float8, and its scales are missing")
+        elif codes.dtype in _FLOAT8:
+            raise ConfigError(f"{codes.file}: {name} is float8, and its scales are missing")
     return tensors
 
 
@@ -123,14 +122,14 @@ def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
 class _Quantized:
     """A weight as codes and scales.
 
-    `block`: rows and columns that share a scale. `num_columns`: of the stored weight. `is_mxfp4`:
-    the codes have one more dimension, and the weight is stored transposed.
+    `shape`: that of the stored weight. `block`: its rows and columns that share a scale.
+    `is_mxfp4`: the codes have one more dimension, and the weight is stored transposed.
     """
 
     codes: StoredTensor
     scales: StoredTensor
+    shape: tuple[int, ...]
     block: tuple[int, int]
-    num_columns: int
     is_mxfp4: bool
 
     @classmethod
@@ -151,14 +150,13 @@ class _Quantized:
         if codes.dtype in _FOUR_BITS:
             shape = (*shape[:-1], 2 * shape[-1])
         grid = (1, 1) if math.prod(scales.shape) == 1 else scales.shape[-2:]
-        blocks = [block_size] if block_size is not None else []
-        if is_mxfp4:
-            blocks = [(1, _MXFP4_COLUMNS)]
-        elif len(shape) > 1 and len(grid) == 2:
-            blocks.append((shape[-2] // grid[0], shape[-1] // grid[1]))
-        for block in blocks if len(shape) > 1 else []:
+        blocks = []
+        if len(shape) > 1 and len(grid) == 2:
+            even = (shape[-2] // grid[0], shape[-1] // grid[1])
+            blocks = [even] if block_size is None else [block_size, even]
+        for block in blocks:
             if min(block) and _grid(shape, block) == tuple(grid):
-                return cls(codes, scales, block, shape[-1], is_mxfp4)
+                return cls(codes, scales, shape, block, is_mxfp4)
         raise ConfigError(
             f"{place} has shape {codes.shape}, and its scales have {scales.shape}: no block of rows "
             f"and columns fits both.\nFix: use the model's bfloat16 weights"
@@ -166,11 +164,10 @@ class _Quantized:
 
     def as_stored(self) -> StoredTensor:
         """Return the weight as if it were an unquantized tensor in a file."""
-        shape = (*self.codes.shape[:-1], self.num_columns)
+        *outer, rows, columns = self.shape
         if self.is_mxfp4:
-            num_experts, num_rows = self.codes.shape[:2]
-            shape = (num_experts, self.num_columns, num_rows)
-        return StoredTensor(self.codes.file, shape, "BF16", self.read)
+            rows, columns = columns, rows
+        return StoredTensor(self.codes.file, (*outer, rows, columns), "BF16", self.read)
 
     def read(self, where: tuple[slice, ...]) -> Tensor:
         """Return the slices `where` of the weight, computed in float32 and rounded once."""
@@ -179,7 +176,7 @@ class _Quantized:
             rows, columns = columns, rows
         shape = [part.stop - part.start for part in (*outer, rows, columns)]
         made = torch.empty(shape, dtype=torch.bfloat16)
-        for place in itertools.product(*(range(size) for size in shape[:-2])):
+        for place in np.ndindex(*shape[:-2]):
             picked = [
                 slice(part.start + index, part.start + index + 1)
                 for part, index in zip(outer, place, strict=True)
@@ -189,8 +186,7 @@ class _Quantized:
 
     def _values(self, picked: list[slice], rows: slice) -> Tensor:
         """Return some rows of one matrix in float32, with all columns."""
-        num_others = len(self.codes.shape) - len(picked) - 1
-        every = [slice(0, size) for size in self.codes.shape[-num_others:]]
+        every = [slice(0, size) for size in self.codes.shape[len(picked) + 1 :]]
         codes = self.codes.read((*picked, rows, *every))
         codes_RC = codes.reshape(rows.stop - rows.start, -1)
         values_RC = codes_RC.float()
@@ -199,7 +195,7 @@ class _Quantized:
         num_row, num_column = self.block
         row_R = torch.arange(rows.start, rows.stop) // num_row
         scales_RC = self._scales(picked)[row_R].repeat_interleave(num_column, 1)
-        return values_RC.mul_(scales_RC[:, : self.num_columns])
+        return values_RC.mul_(scales_RC[:, : self.shape[-1]])
 
     def _scales(self, picked: list[slice]) -> Tensor:
         """Return the scales of one matrix in float32."""

@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from trainer.config import ConfigError
@@ -48,8 +47,7 @@ def _add_file(digest: "hashlib._Hash", path: Path, pool: ThreadPoolExecutor) -> 
         header, spans = _header(descriptor, size)
         digest.update(header)
         blocks = [block for begin, end in spans for block in _blocks(begin, end)]
-        read = partial(os.pread, descriptor)
-        for piece in pool.map(lambda block: read(block[1] - block[0], block[0]), blocks):
+        for piece in pool.map(lambda block: os.pread(descriptor, *block), blocks):
             digest.update(piece)
 
 
@@ -69,14 +67,13 @@ def _header(descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
 
 
 def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield blocks spread evenly over a span, including its first and last bytes; at least three if
-    it is long enough.
+    """Yield (size, beginning) of blocks spread evenly over a span, including its first and last
+    bytes; at least three if it is long enough.
     """
     if end - begin <= 3 * BLOCK_BYTES:
-        yield begin, end
+        yield end - begin, begin
         return
     last = end - BLOCK_BYTES
     num_steps = max(2, -(-(last - begin) // SAMPLED_EVERY_BYTES))
     for index in range(num_steps + 1):
-        first = begin + (last - begin) * index // num_steps
-        yield first, first + BLOCK_BYTES
+        yield BLOCK_BYTES, begin + (last - begin) * index // num_steps

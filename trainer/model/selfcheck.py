@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trainer.data.batch import PackedBatch
 from trainer.model.experts import compute_without_exchange, experts_of
 from trainer.model.losses import Formula
 from trainer.model.packed_lm import run_plain, sequence_group
+from trainer.model.weights import local
 
 LENGTHS = (13, 8)
 """Lengths of the two documents in tokens."""
@@ -132,8 +132,7 @@ def _take_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     gradients: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            gradient = parameter.grad
-            gradients[name] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            gradients[name] = local(parameter.grad)
             parameter.grad = None
     return gradients
 

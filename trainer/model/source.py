@@ -90,7 +90,7 @@ def _problem(path: Path, *, random_weights: bool) -> str | None:
     """Describe why training cannot start from a directory; None if it can."""
     if problem := _config_problem(path):
         return problem
-    if not any(True for pattern in _TOKENIZER for _ in path.glob(pattern)):
+    if not any(any(path.glob(pattern)) for pattern in _TOKENIZER):
         return "has no tokenizer.\nFix: copy tokenizer.json, or the files it is made from, to that directory"
     if random_weights or path == MODEL_DIR:
         return None

@@ -133,8 +133,7 @@ def _is_reference(function: Callable[..., Any]) -> bool:
 
 def _code(module: nn.Module) -> types.CodeType:
     forward: Any = inspect.unwrap(type(module).forward)
-    code: types.CodeType = forward.__code__
-    return code
+    return forward.__code__
 
 
 @torch.compiler.disable
@@ -153,20 +152,21 @@ def _forward(
     if lengths is None:
         raise RuntimeError(f"{type(self).__name__} runs outside of attention.documents")
     seqlens = lengths.seqlens
-    num_tokens = sum(lengths.seqlens)
+    num_tokens = sum(seqlens)
+    exchange = lengths.exchange
     kept = {name: value for name, value in kwargs.items() if name not in BOUNDS}
     leaves, tree = tree_flatten((args, kept))
-    if (exchange := lengths.exchange) is not None:
+    if exchange is not None:
         leaves = [
             exchange.gathered(leaf) if _is_of_tokens(leaf, exchange.num_own) else leaf
             for leaf in leaves
         ]
     inputs = [_documents(leaf, seqlens) for leaf in leaves]
-    is_alone = is_alone or any(isinstance(value, Tensor) for value in inputs)
+    groups = group_by_length(seqlens)
+    if is_alone or any(isinstance(value, Tensor) for value in inputs):
+        groups = [[index] for index in range(len(seqlens))]
     rows_of: list[dict[int, Tensor]] = [{} for _ in seqlens]
-    for group in (
-        [[index] for index in range(len(seqlens))] if is_alone else group_by_length(seqlens)
-    ):
+    for group in groups:
         own_lengths = tuple(seqlens[index] for index in group)
         own = [
             _padded(value, group, own_lengths[0], {num_tokens, max(seqlens)}) for value in inputs

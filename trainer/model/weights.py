@@ -6,7 +6,7 @@ decide, one group of tensors at a time.
 
 import copy
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,7 +89,7 @@ class TensorGroup:
     stored: tuple[str, ...]
     own: tuple[str, ...]
     whole: tuple[str, ...] = ()
-    patterns: tuple[str, ...] = ()
+    patterns: tuple[str | None, ...] = ()
     converter: WeightConverter | None = None
     model: PreTrainedModel | None = field(default=None, repr=False)
 
@@ -121,9 +121,8 @@ class TensorGroup:
         by_pattern: dict[str | None, list[Tensor]] = defaultdict(list)
         for name in sorted(made, key=dot_natural_key):
             by_pattern[self.converter.rename_source_key(name)[1]].append(made[name])
-        if {pattern: len(found) for pattern, found in by_pattern.items()} != {
-            pattern: self.patterns.count(pattern) for pattern in self.patterns
-        }:
+        num_made = {pattern: len(found) for pattern, found in by_pattern.items()}
+        if num_made != Counter(self.patterns):
             raise ConfigError(
                 f"{self.own[0]} cannot be stored as {self.stored[0]}, …, because transformers makes "
                 f"different tensors of it"
@@ -136,8 +135,7 @@ class TensorGroup:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor as a file stores them."""
-    view: memoryview = tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-    return view
+    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def stored_in(file: Path) -> dict[str, StoredTensor]:
@@ -157,17 +155,21 @@ def stored_in(file: Path) -> dict[str, StoredTensor]:
     }
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """Return (this rank's shard of a parameter, the shard's slices in the whole tensor)."""
-    if not isinstance(parameter, DTensor):
-        return parameter.data, tuple(slice(0, size) for size in parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    local = parameter.to_local().detach()
-    return local, tuple(
-        slice(start, start + size) for start, size in zip(offset, shape, strict=True)
-    )
+    shard = local(parameter).detach()
+    starts = (0,) * parameter.ndim
+    if isinstance(parameter, DTensor):
+        _, starts = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    sizes = zip(starts, shard.shape, strict=True)
+    return shard, tuple(slice(start, start + size) for start, size in sizes)
 
 
 def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
@@ -212,11 +214,14 @@ def text_config(whole: PreTrainedModel) -> PretrainedConfig:
     tied.
     """
     config = copy.deepcopy(whole.config.get_text_config())
-    head = whole.get_output_embeddings()
-    config.tie_word_embeddings = (
-        head is not None and head.weight is whole.get_input_embeddings().weight
-    )
+    config.tie_word_embeddings = has_tied_head(whole)
     return config
+
+
+def has_tied_head(model: PreTrainedModel) -> bool:
+    """Return True if the output head shares the weight of the input embeddings."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def match(
@@ -263,11 +268,7 @@ def match(
                 for other in converter.target_patterns
             ]
         owned = tuple(kept.get(own[name], own[name]) for name in targets)
-        groups.append(
-            TensorGroup(
-                names, owned, tuple(targets), patterns if converter else (), converter, model
-            )
-        )
+        groups.append(TensorGroup(names, owned, tuple(targets), patterns, converter, model))
     return groups, others
 
 

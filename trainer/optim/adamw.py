@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import OptimConfig
+from trainer.model.weights import local
 from trainer.optim import rounding
-from trainer.optim.clip import Optimizer, local
+from trainer.optim.clip import Optimizer
 from trainer.optim.groups import parameter_groups, trainable
 from trainer.runtime import seeding
 
@@ -62,7 +63,9 @@ class AdamW(torch.optim.AdamW, Optimizer):
         Only products, sums, quotients and roots are used, each correctly rounded, so no result
         depends on where a shard begins.
         """
-        state, (beta1, beta2), lr = self.state[parameter], group["betas"], group["lr"]
+        state = self.state[parameter]
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
         is_skipped = self.found_inf > 0
         state["step"].add_(1 - self.found_inf)
         # a skipped first step leaves the count at zero, and the corrections would be zero
@@ -83,10 +86,8 @@ class AdamW(torch.optim.AdamW, Optimizer):
             mean = mean * beta1 + gradient * (1 - beta1)
             square = square * beta2 + (gradient * gradient).mul_(1 - beta2)
             root = (square.sqrt() / correction2).add_(group["eps"])
-            weight = weight * (1 - lr * group["weight_decay"]) - (mean / root).mul_(
-                lr / correction1
-            )
+            update = (mean / root).mul_(lr / correction1)
+            weight = weight * (1 - lr * group["weight_decay"]) - update
             for target, value, key in zip(targets, (weight, mean, square), keys, strict=True):
-                rounding.store(
-                    target, torch.where(is_skipped, target.float(), value), key, begin + start
-                )
+                kept = torch.where(is_skipped, target.float(), value)
+                rounding.store(target, kept, key, begin + start)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from trainer.model.weights import local
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -61,8 +62,3 @@ def clipped_step(
     optimizer.found_inf = is_skipped.to(device, torch.float32)
     optimizer.rounding_key = rounding_key
     optimizer.step()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimConfig
+from trainer.model.weights import local
 from trainer.optim import rounding
 from trainer.optim.adamw import AdamW
-from trainer.optim.clip import local
 from trainer.optim.groups import is_decayed, parameter_groups, trainable
 from trainer.runtime import seeding
 
@@ -116,19 +116,17 @@ def orthogonal_updates(
             yield parameter, _update_of(matrix)
     for mesh, parameters in by_mesh.items():
         group = mesh.get_group(mesh.ndim - 1)
-        for owned in _rounds(parameters, group.size()):
+        parameters.sort(key=_cost, reverse=True)
+        # up to one matrix for each rank at a time, the costliest first
+        for start in range(0, len(parameters), group.size()):
+            owned = parameters[start : start + group.size()]
             shards = [local(matrices[parameter]) for parameter in owned]
             yield from zip(owned, _updates_by_owners(shards, owned, group), strict=True)
 
 
-def _rounds(parameters: list[nn.Parameter], num_ranks: int) -> Iterator[list[nn.Parameter]]:
-    """Deal matrices to ranks, the costliest first; yield up to one matrix for each rank, in rank
-    order.
-    """
-    costs = {p: p.numel() * min(p.shape[-2:]) for p in parameters}
-    ordered = sorted(parameters, key=lambda p: -costs[p])
-    for start in range(0, len(ordered), num_ranks):
-        yield ordered[start : start + num_ranks]
+def _cost(parameter: nn.Parameter) -> int:
+    """Return what orthogonalizing a matrix costs, up to a factor."""
+    return parameter.numel() * min(parameter.shape[-2:])
 
 
 def _updates_by_owners(

@@ -95,15 +95,9 @@ def train(definition: Definition) -> Outcome:
         row, objective, fractions_E = measured(model, documents, definition, fractions_E)
         objective.backward()
         for parameter in named.values():
-            parameter.grad = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            )
-        norm = (
-            torch.stack([p.grad.square().sum() for p in named.values() if p.grad is not None])
-            .sum()
-            .sqrt()
-            .item()
-        )
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        norm = nn.utils.get_total_norm([p.grad for p in named.values()]).item()
         lr = lr_at(step, len(definition.steps), definition)
         if norm <= definition.skip_above:
             optimizer.step(lr, scale=min(1.0, definition.max_norm / norm))
@@ -124,10 +118,9 @@ def load(path: Path, adapter: Path | None = None) -> Any:
     return model.double()
 
 
-def ends(model: Any) -> list[nn.Parameter]:
+def ends(model: Any) -> set[nn.Parameter]:
     """The weights of embeddings and output head; one where they are tied."""
-    weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-    return list({id(weight): weight for weight in weights}.values())
+    return {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
 
 
 def copied(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -173,14 +166,8 @@ def measured(
     coefficient = getattr(model.config, "router_aux_loss_coef", None) or 0.0
     routers = [p for name, p in model.named_parameters() if re.search(r"mlp\.gate\.weight$", name)]
     is_routed = bool(coefficient and any(p.requires_grad for p in routers))
-    found = list(
-        judged(
-            model,
-            documents,
-            definition.loss,
-            **({"output_router_logits": True} if is_routed else {}),
-        )
-    )
+    asked = {"output_router_logits": True} if is_routed else {}
+    found = list(judged(model, documents, definition.loss, **asked))
     objective = torch.cat([losses for _, (_, losses), *_ in found]).sum() / supervised(documents)
     row = summary(found, "train")
     if definition.loss != "cross_entropy":
@@ -236,20 +223,16 @@ class PlainOptimizer:
 
     def __init__(self, model: nn.Module, named: dict[str, nn.Parameter], kind: str) -> None:
         self.parameters = list(named.values())
-        outside = (
-            {id(p) for p in ends(model)} if kind == "muon" else {id(p) for p in self.parameters}
-        )
-        decayed = [p for name, p in named.items() if is_decayed(name, p)]
-        self.matrices = [p for p in decayed if id(p) not in outside]
-        own = {id(p) for p in self.matrices}
-        rest = [p for p in self.parameters if id(p) not in own]
-        ids = {id(p) for p in decayed}
-        groups = [[p for p in rest if (id(p) in ids) == is_one] for is_one in (True, False)]
-        settings = [
-            {"params": g, "weight_decay": d} for g, d in zip(groups, (DECAY, 0.0), strict=True) if g
-        ]
+        decayed = {p for name, p in named.items() if is_decayed(name, p)}
+        of_muon = decayed - ends(model) if kind == "muon" else set()
+        groups: dict[float, list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            if parameter not in of_muon:
+                decay = DECAY if parameter in decayed else 0.0
+                groups.setdefault(decay, []).append(parameter)
+        settings = [{"params": group, "weight_decay": decay} for decay, group in groups.items()]
         self.adamw = torch.optim.AdamW(settings, betas=BETAS, eps=EPS) if settings else None
-        self.momenta = [torch.zeros_like(p) for p in self.matrices]
+        self.momenta = {p: torch.zeros_like(p) for p in self.parameters if p in of_muon}
 
     @torch.no_grad()
     def step(self, lr: float, *, scale: float) -> None:
@@ -260,7 +243,7 @@ class PlainOptimizer:
             group["lr"] = lr
         if self.adamw:
             self.adamw.step()
-        for weight, momentum in zip(self.matrices, self.momenta, strict=True):
+        for weight, momentum in self.momenta.items():
             assert weight.grad is not None
             momentum.lerp_(weight.grad, 0.05)
             update = orthogonal(torch.lerp(weight.grad, momentum, 0.95)) * (
@@ -274,10 +257,12 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not leaf.endswith("bias") and "norm" not in owner
 
 
-def orthogonal(x: Tensor) -> Tensor:
-    """Five of Jordan's quintic iterations."""
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Five of Jordan's quintic iterations on the singular values themselves, which is what they do
+    to the matrix.
+    """
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / values.norm(dim=-1, keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left * values[..., None, :] @ right
