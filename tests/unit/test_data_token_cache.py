@@ -16,7 +16,7 @@ from trainer.runtime.files import locked
 
 
 def test_samples_are_those_of_the_rows_over_batches_blocks_and_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "BATCH_ROWS", 4)
+    monkeypatch.setattr(chat, "BATCH_CHARS", 300)
     monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
     first = write_rows(tmp_path / "1.jsonl", *good_rows(6))
     second = write_rows(tmp_path / "2.jsonl", "", {"q": "last", "a": "row 🙂"})

@@ -27,7 +27,7 @@ def inputs_of(*given: str) -> Inputs:
 def texts(inputs: Inputs) -> list[str]:
     return [
         str(inputs.tokenizer.decode(inputs.train.sample(i)[0].tolist()))
-        for i in range(len(inputs.train.lengths))
+        for i in range(len(inputs.train))
     ]
 
 

@@ -14,14 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.formats import Continuation, Conversation, RowParser
 from trainer.data.masks import REASONING_KEYS, Part, Renderings, count_missing_reasoning
-from trainer.data.rows import TOO_DEEP, PrepareOptions, Row, Summary, UnusableError
+from trainer.data.rows import PrepareOptions, Row, Summary, UnusableError
 from trainer.data.template import ChatTemplate, TokenTexts, Tools
 from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder, require_unicode
 from trainer.errors import DataError
 
 # one call of the tokenizer: enough text for all cores, but a token takes over 100 bytes meanwhile
 BATCH_CHARS = 300_000
-BATCH_ROWS = 2000
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 
 Marked = Sequence[MarkedText] | Encoded | UnusableError
@@ -64,7 +63,7 @@ class RowEncoder:
             batch.append(marked)
             if isinstance(marked, list):
                 num_chars += sum(len(sample.text) for sample in marked)
-            if num_chars >= BATCH_CHARS or len(batch) == BATCH_ROWS:
+            if num_chars >= BATCH_CHARS:
                 yield from self._encoded_batch(batch)
                 batch = []
                 num_chars = 0
@@ -103,7 +102,9 @@ class RowEncoder:
         except UnusableError as error:
             return error
         except RecursionError:
-            return UnusableError(TOO_DEEP)
+            return UnusableError(
+                "nested too deeply: the row has hundreds of lists or objects inside each other"
+            )
 
     def _marked_conversation(self, item: Conversation) -> Sequence[MarkedText]:
         """Render a conversation and divide it into samples as `data.turns` and `data.train_on` say.

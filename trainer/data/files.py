@@ -3,7 +3,6 @@
 This module imports neither torch nor pyarrow, so that a wrong path fails before slow imports.
 """
 
-import fnmatch
 import glob
 import logging
 import re
@@ -134,6 +133,7 @@ def _cached(name: str, revision: str | None, split: str) -> tuple[Path, list[Pat
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import filter_repo_objects
 
     patterns = _patterns(split)
     try:
@@ -149,9 +149,7 @@ def _cached(name: str, revision: str | None, split: str) -> tuple[Path, list[Pat
         return Path(), []
     root = Path(directory)
     files = sorted(path.relative_to(root) for path in root.rglob("*") if path.is_file())
-    return root, [
-        file for file in files if any(fnmatch.fnmatchcase(str(file), one) for one in patterns)
-    ]
+    return root, list(filter_repo_objects(files, allow_patterns=patterns))
 
 
 def _download(address: str, name: str, revision: str | None, split: str) -> list[str]:

@@ -13,7 +13,6 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 UNITS = {".json": "element", ".parquet": "row"}
 """{suffix of a file whose rows are not lines: the unit that `Row.line` counts}."""
 NUM_COLUMNS = 30
-TOO_DEEP = "nested too deeply: the row has hundreds of lists or objects inside each other"
 
 
 class UnusableError(Exception):

@@ -236,9 +236,7 @@ class ChatTemplate:
         partner = token.replace("</", "<", 1)
         if partner == token:
             partner = token.replace("<", "</", 1)
-        is_paired = (
-            token[0] == "<" and partner in self._added - {token} and token not in SEQUENCE_BOUNDS
-        )
+        is_paired = token[0] == "<" and partner in self._added and token not in SEQUENCE_BOUNDS
         word = token.strip()
         return bool(word) and not word.isalnum() and not is_paired
 
