@@ -56,6 +56,12 @@ def test_vllm_is_not_asked_for_modules_that_it_would_leave_out(export):
         ask_vllm(export, {}, python="python3")
 
 
+def test_an_adapter_whose_settings_cannot_be_read_is_not_taken_for_a_whole_model(export):
+    (export / "adapter_config.json").write_text("{")
+    with pytest.raises(json.JSONDecodeError):
+        ask_vllm(export, {}, python="python3")
+
+
 def test_answers_depend_neither_on_sampling_settings_nor_on_the_batch(export):
     texts = ["add 1", "multiply the number by 31", "reverse"] * 12
     plain = answers(export, *texts)

@@ -3,12 +3,14 @@ with those of training.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 
 from trainer.checkpoint import layout
@@ -90,11 +92,11 @@ def _tokenizer(trained: Trained) -> Iterator[str]:
 
 def _adapter(trained: Trained) -> Iterator[str]:
     """Compare the base weights of an adapter with those that training used."""
-    base, adapter = model_of(trained.export)
-    if not adapter:
+    if not (trained.export / PEFT_CONFIG).exists():
         return
     if trained.config.model.load_in_4bit:
         yield "base: training used its weights in NF4 (model.load_in_4bit), the engine does not"
+    base, _ = model_of(trained.export)
     expected = trained.manifest.fingerprints.get(BASE_WEIGHTS)
     if expected and digest(base) != expected:
         yield f"base: the weights in '{base}' differ from the weights that the adapter was trained on"
@@ -141,7 +143,8 @@ def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> 
     `rounding` is the largest difference that two correct log-probabilities of a sample may have.
     Returns None if no sample differs.
     """
-    expected_sums = trained_sums(trained)
+    with trained_model(trained) as model:
+        expected_sums = sums_of(model, trained)
     for index, (expected, served) in enumerate(zip(expected_sums, sums, strict=True)):
         is_near = abs(served - expected) <= rounding + RELATIVE * abs(expected)
         if not is_near:  # NaN is never near
@@ -153,26 +156,36 @@ def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> 
     return None
 
 
-def trained_sums(trained: Trained, *, dtype: torch.dtype | None = None) -> np.ndarray:
-    """Return each sample's summed log-probability, computed with the trainer's own model, which is
-    built as a resume builds it, in a process group of one rank.
-
-    `dtype`: round the weights to it first.
-    """
+@contextmanager
+def trained_model(trained: Trained) -> Iterator[Any]:
+    """Build the trained model in the way a resume does, in a process group of one rank."""
     config = trained.config
-    max_length = config.data.max_length
-    device = torch.device("cpu")
-    world = distributed.start(device, timeout_s=60, fsdp_size=-1, heartbeat=Heartbeat())
+    world = distributed.start(
+        torch.device("cpu"), timeout_s=60, fsdp_size=-1, heartbeat=Heartbeat()
+    )
     try:
+        max_length = config.data.max_length
         design = design_model(config.model, resolve_source(config), max_length=max_length)
         model: Any = build_model(design, world=world, seed=config.trainer.seed)
         ModelShards(model).load_state_dict(read_shards(trained.info, layout.model_file))
         model.eval()
-        indices = range(len(trained.samples))
-        with torch.no_grad():
-            if dtype is not None:
-                for parameter in model.parameters():
-                    parameter.copy_(parameter.to(dtype))
-            return np.array([-float(model(pack(trained.samples, [i])).loss_sum) for i in indices])
+        yield model
     finally:
         distributed.stop()
+
+
+@torch.no_grad()
+def sums_of(model: Any, trained: Trained) -> np.ndarray:
+    """Return each sample's summed log-probability, computed with the trainer's own model."""
+    indices = range(len(trained.samples))
+    return np.array([-float(model(pack(trained.samples, [i])).loss_sum) for i in indices])
+
+
+@torch.no_grad()
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Round all weights of a sharded model to `dtype`, in place."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # otherwise the next forward uses the unrounded gathered copies
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))

@@ -17,7 +17,6 @@ from trainer.config import ConfigError
 from trainer.data.samples import Samples
 from trainer.model.weights import whole_model
 from trainer.runtime.environment import call
-from trainer.runtime.json_lines import read_object
 from trainer.runtime.processes import run_in
 from trainer.tools.evaluate import vllm_engine
 from trainer.tools.evaluate.scorers import Turns
@@ -50,9 +49,9 @@ def model_of(export: Path) -> tuple[Path, dict[str, Any]]:
     The whole model is the export itself, without settings, or the base model of an adapter. Raises
     `ConfigError` if the base model is missing.
     """
-    settings = read_object(export / PEFT_CONFIG)
-    if not settings:
-        return export, settings
+    if not (export / PEFT_CONFIG).exists():
+        return export, {}
+    settings = json.loads((export / PEFT_CONFIG).read_text(encoding="utf-8"))
     base = Path(str(settings["base_model_name_or_path"]))
     if not base.is_dir():
         raise ConfigError(

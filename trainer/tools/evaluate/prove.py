@@ -27,7 +27,14 @@ from trainer.config import ConfigError, parse_recorded
 from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import strict
 from trainer.tools.evaluate import engines
-from trainer.tools.evaluate.causes import Trained, causes_of, first_difference, trained_sums
+from trainer.tools.evaluate.causes import (
+    Trained,
+    causes_of,
+    first_difference,
+    round_weights,
+    sums_of,
+    trained_model,
+)
 from trainer.tools.evaluate.engines import VLLM
 from trainer.tracking import metrics_file, read_metrics
 from trainer.tracking.run_info import read_config
@@ -161,7 +168,10 @@ def compare(trained: Trained, result: Certificate, python: str) -> None:
         result.engine = f"transformers {transformers.__version__}"
     differences = [rounded - exact]
     if narrow == torch.bfloat16 and trained.config.model.fsdp_config.param_dtype != "bfloat16":
-        differences.append(trained_sums(trained, dtype=narrow) - trained_sums(trained))
+        with trained_model(trained) as model:
+            unrounded = sums_of(model, trained)
+            round_weights(model, narrow)
+            differences.append(sums_of(model, trained) - unrounded)
     D = np.stack(differences)  # [comparisons, samples]
     spread = NUM_DEVIATIONS * float(np.sqrt((D**2).sum()))
     tolerance = (float(np.abs(D.sum(axis=1)).sum()) + spread) / trained.num_loss_tokens
