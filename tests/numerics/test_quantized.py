@@ -167,12 +167,23 @@ def with_wider_grid(files: Files) -> Files:
     }
 
 
+def with_half_of_the_scales(files: Files) -> Files:
+    return {
+        name: tensor[..., ::2].contiguous() if name.endswith("_scales") else tensor
+        for name, tensor in files.items()
+    }
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
-    [(without_scales, "its scales are missing"), (with_wider_grid, "no block of rows and columns")],
+    ("form", "change", "reason"),
+    [
+        ("blocks", without_scales, "its scales are missing"),
+        ("blocks", with_wider_grid, "no block of rows and columns"),
+        ("mxfp4", with_half_of_the_scales, "no block of rows and columns"),
+    ],
 )
-def test_codes_whose_scales_do_not_fit_are_refused(tmp_path, change, reason):
-    write(tmp_path, "blocks")
+def test_codes_whose_scales_do_not_fit_are_refused(tmp_path, form, change, reason):
+    write(tmp_path, form)
     file = tmp_path / "model.safetensors"
     save_file(change(load_file(file)), file)
     with pytest.raises(ConfigError, match=reason):

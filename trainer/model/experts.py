@@ -30,16 +30,19 @@ def counted_grouped_mm(
 ) -> Tensor:
     """Compute all experts in one grouped product.
 
-    Unlike transformers' loop over the chosen experts, this does not wait for the device. Each
-    module stores in `tokens_E` how many tokens every expert got in the last forward pass.
+    Unlike transformers' loop over the chosen experts, this does not wait for the device. In
+    training, and where the product needs it, each module stores in `tokens_E` how many tokens every
+    expert got in the last forward pass.
     """
-    index = index_TK.flatten()
-    tokens_E = index.new_zeros(experts.num_experts)
-    experts.tokens_E = tokens_E.index_add_(0, index, torch.ones_like(index))
     exchange: ExpertExchange | None = vars(experts).get("exchange")
+    has_adapters = "adapters" in vars(experts)
+    if experts.training or exchange is not None or has_adapters:
+        index = index_TK.flatten()
+        tokens_E = index.new_zeros(experts.num_experts)
+        experts.tokens_E = tokens_E.index_add_(0, index, torch.ones_like(index))
     if exchange is not None:
         return _exchanged_grouped_mm(experts, exchange, hidden_TH, index_TK, weights_TK)
-    if "adapters" in vars(experts):
+    if has_adapters:
         return expert_adapters.grouped_mm(experts, hidden_TH, index_TK, weights_TK)
     return grouped_mm_experts_forward(experts, hidden_TH, index_TK, weights_TK)
 

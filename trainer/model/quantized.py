@@ -27,7 +27,8 @@ _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _FOUR_BITS = ("I8", "U8")
 _FOUR_BIT_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4 = ("_blocks", "_scales")
-"""Endings of gpt-oss checkpoints, which store each weight transposed."""
+_MXFP4_COLUMNS = 32
+"""Columns of a block in gpt-oss checkpoints, which store each weight transposed."""
 _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act", ".k_scale", ".v_scale")
 
 
@@ -150,8 +151,10 @@ class _Quantized:
         if codes.dtype in _FOUR_BITS:
             shape = (*shape[:-1], 2 * shape[-1])
         grid = (1, 1) if math.prod(scales.shape) == 1 else scales.shape[-2:]
-        blocks = []
-        if len(shape) > 1 and len(grid) == 2:
+        blocks: list[tuple[int, int]] = []
+        if is_mxfp4:
+            blocks = [(1, _MXFP4_COLUMNS)]
+        elif len(shape) > 1 and len(grid) == 2:
             even = (shape[-2] // grid[0], shape[-1] // grid[1])
             blocks = [even] if block_size is None else [block_size, even]
         for block in blocks:
