@@ -62,6 +62,11 @@ class Manifest:
     def position(self) -> Position:
         return Position(self.step, self.epoch, self.samples_consumed)
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of all listed files together."""
+        return sum(record.size_bytes for record in self.files)
+
     def shard_files(self, file_of: Callable[[int, int], str]) -> list[str]:
         """Return the names of the files that together hold one full copy of a sharded state.
 

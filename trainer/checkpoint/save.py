@@ -342,7 +342,7 @@ class Saver:
         self.require_lock()
         layout.commit(staging, manifest.step, nonce=manifest.nonce)
         retention.settle(self.run_dir, manifest.step, keep=self.keep, history=snapshot.history)
-        return sum(record.size_bytes for record in records)
+        return manifest.size_bytes
 
     def _await_files(self, staging: Path, records: list[FileRecord]) -> None:
         """Wait until the files are visible, but no longer than the save may take.

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         sys.stdin.read()
         ending.set()
 
-    threading.Thread(target=await_end, daemon=True).start()
+    begun(await_end)
     return follow(trainer, storage, ending)
 
 

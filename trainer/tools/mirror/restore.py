@@ -122,10 +122,9 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Non
 def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
     """Download a checkpoint and commit it like a save. Raises `_DamagedError`."""
     started = time.monotonic()
-    size_bytes = sum(record.size_bytes for record in manifest.files)
     place = layout.step_dir_name(manifest.step)
-    logger.info("downloading %s (%s) from %s", place, readable(size_bytes), storage.url)
-    retention.require_space(run_dir, size_bytes)
+    logger.info("downloading %s (%s) from %s", place, readable(manifest.size_bytes), storage.url)
+    retention.require_space(run_dir, manifest.size_bytes)
     staging = layout.staging_dir(run_dir, manifest.step)
 
     def fetch(record: FileRecord) -> None:

@@ -162,7 +162,7 @@ class Uploader:
                 self._storage.put(directory / MANIFEST, f"{place}/{MANIFEST}")
         self._begun = None
         fields = {
-            "size_bytes": sum(record.size_bytes for record in manifest.files),
+            "size_bytes": manifest.size_bytes,
             "duration_s": round(time.monotonic() - started, 3),
         }
         text = f"step {info.step} is in {self._storage.url}"
