@@ -19,7 +19,7 @@ from whole_equality import compare_runs
 from whole_runs import curve, train
 
 from trainer.checkpoint import layout
-from trainer.tools.plan.disk import checkpoint_bytes
+from trainer.tools.plan.disk import export_bytes, shard_bytes
 from trainer.tools.plan.memory import plan_memory
 from trainer.tracking.row_losses import read_row_losses
 from trainer.train.start.compose import load_config
@@ -60,7 +60,8 @@ def test_first_run_says_what_it_does(straight):
 
 def test_a_checkpoint_takes_the_disk_that_was_planned(straight):
     config = load_config([*SMALL, "trainer.device=cpu"])
-    planned_bytes = checkpoint_bytes(config, plan_memory(config, 2))
+    plan = plan_memory(config, 2)
+    planned_bytes = shard_bytes(plan) + export_bytes(config, plan)
     files = [
         path.stat().st_size
         for path in (straight[0] / "global_step_12").rglob("*")

@@ -9,7 +9,7 @@ from trainer.config import Config
 from trainer.launch.checks import Checked, Launch
 from trainer.runtime.text import readable
 from trainer.tools.plan import memory
-from trainer.tools.plan.disk import checkpoint_bytes, export_bytes, most_checkpoints
+from trainer.tools.plan.disk import export_bytes, most_checkpoints, shard_bytes
 from trainer.tools.plan.memory import GIB, Change, MemoryPlan
 
 
@@ -44,7 +44,7 @@ def check_disk(config: Config, plan: MemoryPlan) -> Checked:
     """Check the space for checkpoints: warn if not all of them fit, fail if not even one fits."""
     run_dir = Path(config.trainer.default_local_dir)
     exported_bytes = export_bytes(config, plan)
-    one_bytes = checkpoint_bytes(config, plan)
+    one_bytes = shard_bytes(plan) + exported_bytes
     most = most_checkpoints(config)
     number = max(1, (most or 1) - len(layout.committed(run_dir)))
     kept = "all are kept" if most is None else f"at most {most} at a time"

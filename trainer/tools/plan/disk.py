@@ -13,9 +13,9 @@ from trainer.config import Config
 from trainer.tools.plan.memory import MemoryPlan
 
 
-def checkpoint_bytes(config: Config, plan: MemoryPlan) -> int:
-    """Return the size of a checkpoint: the shards of all ranks and the export."""
-    return plan.saved_bytes * plan.job.num_ranks + export_bytes(config, plan)
+def shard_bytes(plan: MemoryPlan) -> int:
+    """Return the size of all ranks' shards in a checkpoint."""
+    return plan.saved_bytes * plan.job.num_ranks
 
 
 def export_bytes(config: Config, plan: MemoryPlan) -> int:

@@ -20,8 +20,6 @@ LOADER = "loader"
 class Missing(str):
     """The reason why a run lacks a value. It differs from every value, even from itself."""
 
-    __repr__ = str.__str__
-
 
 MISSING = Missing("missing")
 
@@ -124,6 +122,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, Missing):
+        return str(value)
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         (local,) = local_tensors(value)

@@ -87,25 +87,25 @@ class Runs:
     planned_gib: Callable[[Config, int], float]
 
     @cached_property
-    def words(self) -> list[str]:
-        """Settings that the user's overrides may replace (few rows, and a separate cache), then the
-        overrides.
+    def all_overrides(self) -> list[str]:
+        """Return settings that the user's overrides may replace (few rows, and a separate cache),
+        then the user's overrides.
         """
         batch_size = load_config(list(self.overrides)).data.train_batch_size
-        words = [
+        first = [
             f"data.train_max_samples={2 * NUM_STEPS * batch_size}",
             f"data.cache_dir={as_word(str(self.directory / 'cache'))}",
         ]
         if self.is_on_gpu:
-            words.append("trainer.deterministic=true")
+            first.append("trainer.deterministic=true")
         else:
-            words += ["trainer.device=cpu", "model.fsdp_config.param_dtype=float32"]
-        return [*words, *self.overrides]
+            first += ["trainer.device=cpu", "model.fsdp_config.param_dtype=float32"]
+        return [*first, *self.overrides]
 
     @property
     def config(self) -> Config:
         """The recipe with the settings of these runs."""
-        return load_config(self.words)
+        return load_config(self.all_overrides)
 
     @cached_property
     def straight(self) -> ShortRun:
@@ -157,7 +157,7 @@ class Runs:
 
         All its processes end with it. Raises `RunFailedError`.
         """
-        words = [str(num_ranks or self.num_ranks), *self.words, *overrides]
+        words = [str(num_ranks or self.num_ranks), *self.all_overrides, *overrides]
         words += [f"trainer.default_local_dir={as_word(str(run.run_dir))}", *_FORCED]
         with run.log.open("ab") as output:
             process = subprocess.Popen(
