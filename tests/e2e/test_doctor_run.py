@@ -100,7 +100,7 @@ RESUMED = (WRONG_AFTER_RESUME, "first at step 1", "")
 
 
 @pytest.mark.parametrize(("fault", "what", "fix"), short_or_full([SPREAD], full=[SPREAD, RESUMED]))
-def test_sums_in_a_random_order_are_not_blamed_on_resume(runs, fault, what, fix):
+def test_random_sums_and_a_run_that_continues_differently_are_told_apart(runs, fault, what, fix):
     found = training.check_resume(runs(fault))
     assert found.level == "fail" and what in found.what and fix in found.fix
 

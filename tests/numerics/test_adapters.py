@@ -311,10 +311,23 @@ def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family):
         ModelShards(model).load_state_dict(Shards(Path("global_step_2"), [saved]))
 
 
-@pytest.mark.parametrize("word", ["model.freeze=[norm]", "model.new_tokens=[new]"])
-def test_keys_that_do_not_work_with_adapters(word):
-    with pytest.raises(ConfigError, match="does not work with LoRA"):
-        load_config(["model.lora_rank=8", "model.partial_pretrain=x", word])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.lora_rank=8"], "LoRA .* needs pretrained weights"),
+        (
+            ["model.lora_rank=8", "model.partial_pretrain=x", "model.freeze=[norm]"],
+            "does not work with LoRA",
+        ),
+        (
+            ["model.lora_rank=8", "model.partial_pretrain=x", "model.new_tokens=[new]"],
+            "does not work with LoRA",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other(words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(words)
 
 
 @pytest.mark.parametrize(("changes", "scale"), [({}, 6 / 4), ({"use_rslora": True}, 6 / 2)])

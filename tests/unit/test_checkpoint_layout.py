@@ -4,6 +4,7 @@ and none is step 0.
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from trainer.checkpoint import fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError, Selection, select
 from trainer.checkpoint.layout import POINTER, inspect, publish
 from trainer.checkpoint.lock import has_ended_in_order
-from trainer.checkpoint.manifest import MANIFEST
+from trainer.checkpoint.manifest import MANIFEST, verify_files
 from trainer.runtime.progress import History
 
 
@@ -102,16 +103,21 @@ def test_damage_never_means_a_silent_start_at_step_0(tmp_path, damage):
         select(run)
 
 
-def edited(**values: object) -> Callable[[Path], object]:
-    return lambda path: rewrite_manifest(path, lambda tree: tree.update(values))
+def edited(key: str, value: object) -> Callable[[Path], object]:
+    return lambda path: rewrite_manifest(path, lambda tree: tree.update({key: value}))
 
 
-TOO_LONG = {"path": "a" * 300, "size_bytes": 0, "sha256": "0" * 64}
+def listed(path: str) -> list[dict[str, Any]]:
+    return [{"path": path, "size_bytes": 0, "sha256": "0" * 64}]
+
+
 REASONS: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: os.truncate(p / "data.pt", 2), "data.pt has 2 bytes, 8 were written"),
     (lambda p: (p / layout.model_file(2, 1)).unlink(), "model_world_size_2_rank_1.pt: No such"),
-    (edited(step=11), "manifest.json: it belongs to step 11"),
-    (edited(files=[TOO_LONG]), "File name too long"),
+    (edited("step", 11), "manifest.json: it belongs to step 11"),
+    (edited("format", 9), "format 9 is not format 2"),
+    (edited("files", listed("../x")), "paths inside the checkpoint"),
+    (edited("files", listed("a" * 300)), "File name too long"),
     (lambda p: (p / MANIFEST).unlink(), "manifest.json"),
 ]
 
@@ -263,3 +269,13 @@ def test_another_runs_checkpoint_of_the_same_step_is_not_mistaken_for_ours(tmp_p
     monkeypatch.setattr(os, "rename", lose_the_race)
     with pytest.raises(OSError, match="No such file"):
         layout.commit(staging, 2, nonce="ffff")
+
+
+@pytest.mark.covers("S3.52")
+def test_a_lost_export_does_not_lose_the_checkpoint(tmp_path):
+    save(tmp_path, 10, 20)
+    shutil.rmtree(tmp_path / "global_step_20" / "huggingface")
+    info = inspect(tmp_path / "global_step_20")
+    assert info.manifest is not None and steps(tmp_path) == [20, 10]
+    problems = verify_files(info.path, info.manifest)
+    assert problems == ["huggingface/config.json: No such file or directory"]

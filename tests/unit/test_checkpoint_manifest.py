@@ -74,6 +74,7 @@ def test_a_path_that_is_not_plain_is_refused():
 
 
 MALFORMED = [
+    mutated("format", 3),
     mutated("surprise", 1),
     mutated("step", True),
     mutated("step", -1),
@@ -83,6 +84,7 @@ MALFORMED = [
     mutated("files", [vars(RECORD), vars(RECORD)]),
     mutated("files.0.size_bytes", -1),
     mutated("files.0.mode", 1),
+    mutated("loss", "1"),
     "",
     "{",
     "[]",

@@ -48,6 +48,16 @@ def test_a_plain_pickle_is_refused(tmp_path):
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.parametrize("linked", ["", "data.pt", MANIFEST])
+def test_no_link_to_or_in_a_checkpoint_is_followed(tmp_path, linked):
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", 1)
+    path = tmp_path / "run" / "global_step_1"
+    (path / linked).rename(tmp_path / "elsewhere")
+    (path / linked).symlink_to(tmp_path / "elsewhere")
+    assert layout.inspect(path).status == "incomplete"
+
+
 @pytest.mark.parametrize("linked", ["data.pt", "huggingface"])
 def test_what_was_swapped_for_a_link_to_the_same_content_is_not_proven(tmp_path, linked):
     save(tmp_path, 1)
