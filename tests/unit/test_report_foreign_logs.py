@@ -202,6 +202,12 @@ def test_a_loss_that_jumps_after_a_resume_and_comes_back_is_told():
     assert first.id == "loss_jump" and first.steps is not None and abs(first.steps[0] - 900) <= 10
 
 
+def test_a_spike_of_some_points_is_no_wrong_resume():
+    spike = np.where((STEPS > 900) & (STEPS <= 905), 2.5, 1.0)
+    found = serious(analyse(sft(times("train/loss", spike))))
+    assert "loss_spike" in found and "loss_jump" not in found
+
+
 def test_a_rate_that_warms_up_again_in_the_middle_is_told():
     cosine = (1 + np.cos(np.pi * STEPS / 2000)) / 2
     again = np.where(STEPS > 800, np.minimum(1, (STEPS - 800) / 100) * cosine, cosine)

@@ -71,7 +71,8 @@ MIN_JUMP_POINTS = 64
 LEAST_JUMP = 0.08
 JUMP_SPREADS = 6
 """A loss jumps if the medians of this many points before and after differ by this share and by this
-many times the usual spread of such differences.
+many times the usual spread of such differences. If half of the rise is gone in as many further
+points, it is a spike.
 """
 ZERO_SHARE = 0.05
 """A learning rate may be 0 in at most this share of the points: a schedule ends at 0."""
@@ -342,7 +343,7 @@ def restarted(run: AnalysedRun, rates: Series) -> Findings:
         steps=(at, run.last_step),
         cause="The run was resumed without the state of its scheduler, and perhaps also without "
         "that of its optimizer.",
-        remedy=("Resume from the whole checkpoint of that step, or from one before it.",),
+        remedy=(f"Resume from {run.checkpoint(at)}, with all of its files.",),
     )
 
 
@@ -351,23 +352,28 @@ def jumps(run: AnalysedRun, losses: Series) -> Findings:
     """Find a loss that jumps from one point to the next and comes back slowly."""
     logs = np.log(losses.values.clip(min=LOW_LOSS))
     levels = np.median(rolling(logs, JUMP_WIDTH, 1), axis=1)
-    rises = levels[JUMP_WIDTH:] - levels[:-JUMP_WIDTH]
+    before = levels[: -2 * JUMP_WIDTH]
+    after = levels[JUMP_WIDTH:-JUMP_WIDTH]
+    later = levels[2 * JUMP_WIDTH :]
+    rises = after - before
+    least = max(LEAST_JUMP, JUMP_SPREADS * spread(rises - np.median(rises)))
+    is_spike = later - before < rises / 2
+    rises[is_spike] = 0
     rises[: 2 * JUMP_WIDTH] = 0
     highest = int(np.argmax(rises))
-    rise = rises[highest]
-    if rise < max(LEAST_JUMP, JUMP_SPREADS * spread(rises - np.median(rises))):
+    if rises[highest] < least:
         return
     if rise_of(losses) is not None:
         raise NotJudged("the loss rose and diverged")
-    at = highest + JUMP_WIDTH - 1
-    before, after = np.exp([levels[highest], levels[highest + JUMP_WIDTH]])
+    at = int(losses.steps[highest + JUMP_WIDTH - 1])
+    low, high = np.exp([before[highest], after[highest]])
     yield warn(
-        f"The loss jumped from {number(before)} to {number(after)} after step {losses.steps[at]}.",
-        steps=(losses.steps[at], run.last_step),
-        value=after,
+        f"The loss jumped from {number(low)} to {number(high)} after step {at}.",
+        steps=(at, run.last_step),
+        value=high,
         cause="The run was resumed without the state of its optimizer or with other weights, or "
         "its data changed.",
-        remedy=(f"Resume from the whole checkpoint, {run.checkpoint(losses.steps[at])}.",),
+        remedy=(f"Resume from {run.checkpoint(at)}, with all of its files.",),
     )
 
 

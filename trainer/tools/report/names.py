@@ -79,11 +79,12 @@ counts.
 """
 
 ALIASES: Mapping[str, tuple[str, ...]] = _table("""
-train/loss        loss train_loss train_loss_step training_loss actor/total_loss actor/sft_loss sft_train/loss
-                  loss/policy_avg
+train/loss        loss train_loss train_loss_step training_loss actor/total_loss actor/sft_loss
+                  sft_train/loss loss/policy_avg
 train/lr          learning_rate train/learning_rate lr actor/lr sft_train/lr
                   lr-AdamW lr-Adam lr-SGD
-train/grad_norm   grad_norm gradient_norm grad_2.0_norm_total train_grad_norm sft_train/grad_norm actor/grad_norm
+train/grad_norm   grad_norm gradient_norm grad_2.0_norm_total train_grad_norm sft_train/grad_norm
+                  actor/grad_norm
 train/entropy     entropy entropy/mean policy/entropy_avg
 kl                objective/kl
 reward            objective/rlhf_reward
