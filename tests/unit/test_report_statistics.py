@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trainer.optim.schedule import LrSchedule
-from trainer.tools.report.learning_rate import learning_rate, raised_rates
+from trainer.tools.report.learning_rate import learning_rate, raised_rates, restarted_at
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import beyond, departures, shift
 from trainer.tools.report.statistics import slope
@@ -126,3 +126,11 @@ def test_a_raised_rate_is_found_to_the_point(where, expected):
 )
 def test_what_a_schedule_does_by_itself_is_no_jump(rate):
     assert raised_rates(series(rate)) == ()
+    assert restarted_at(series(rate)) is None
+
+
+@pytest.mark.parametrize(("num_restarts", "expected"), [(1, 100), (8, 100), (9, None)])
+def test_a_rate_that_restarts_too_often_follows_no_schedule(num_restarts, expected):
+    warmup = np.minimum(np.arange(100) / 50, 1)
+    rate = np.concatenate([np.ones(100), *[warmup] * num_restarts])
+    assert restarted_at(series(rate)) == expected

@@ -74,11 +74,13 @@ def restarted_at(series: Series) -> int | None:
     """Return the last step before a high rate falls to less than half at one point, and then warms
     up again to a high rate; None if it never does.
 
-    Schedules with cycles fall to a low rate before they start again.
+    Schedules with cycles fall to a low rate before they start again. A rate that falls so more than
+    `MAX_STRETCHES` times follows no schedule.
     """
     values = series.values
     high = values[:-1] > RESTART_SHARE * values.max()
-    for fall in np.flatnonzero(high & (values[1:] < values[:-1] / 2)).tolist():
+    falls = np.flatnonzero(high & (values[1:] < values[:-1] / 2))
+    for fall in falls.tolist() if len(falls) <= MAX_STRETCHES else ():
         after = values[fall + 1 :]
         climb = after[: np.argmax(after) + 1]
         if len(climb) <= NUM_BEFORE:
