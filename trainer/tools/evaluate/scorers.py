@@ -1,6 +1,6 @@
 """The questions for a model, and the functions that score its answers.
 
-Only `held_out_questions` imports torch.
+The functions that read questions import what is slow, so that the command line starts fast.
 """
 
 import re
@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError, parse_recorded
-from trainer.data.readers import iter_rows
 from trainer.data.rows import location
 from trainer.errors import DataError
 from trainer.runtime.evaluations import EXEC
 from trainer.tools.evaluate.programs import run_tests
-from trainer.tracking.run_info import read_config
 
 MESSAGES = "messages"
 PROMPT = "prompt"
@@ -75,6 +73,7 @@ def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
 
     Raises `ConfigError` if the run has none, `DataError` for an unusable row.
     """
+    from trainer.tracking.run_info import read_config
     from trainer.train.start.inputs import prepare_data_alone
 
     validation = prepare_data_alone(parse_recorded(read_config(run_dir))).validation
@@ -88,6 +87,8 @@ def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
 def _questions(
     path: Path, answer_key: str, wanted: Collection[str] | None = None
 ) -> Iterator[Question]:
+    from trainer.data.readers import iter_rows
+
     for row in iter_rows(path, (MESSAGES, PROMPT, answer_key)):
         place = location(path, row.line)
         if wanted is not None and place not in wanted:
