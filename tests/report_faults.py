@@ -149,6 +149,9 @@ CHANGES: dict[str, dict[str, Change]] = {
         "insufficient": _too_short,
         "restarts": but(events=(LogEvent(700, "rollback", "the guard went back", "warn"),)),
         "val_leak": validated(EVALS - 0.6),
+        "saves_failed": lambda log: changed(
+            log, **{"checkpoint/failed_in_a_row": np.where(STEPS > 1700, 1.0, 0.0)}
+        ),
         "not_learning": _constant,
         "serving": but(
             proofs=(

@@ -157,6 +157,9 @@ def test_names_of_other_trainers_are_known(tmp_path):
         "entropy/mean": "train/entropy",
         "lr-AdamW": "train/lr",
         "grad_2.0_norm_total": "train/grad_norm",
+        "tokens/train_per_sec_per_gpu": "throughput/train/tokens_per_s_per_gpu",
+        "memory/max_allocated (GiB)": "memory/max_allocated_gib",
+        "memory/device_reserved (GiB)": "memory/max_reserved_gib",
     }
     rows = ({"_step": step, **dict.fromkeys(columns, float(step))} for step in range(1, 9))
     log = tmp_path / "history.jsonl"
@@ -171,6 +174,43 @@ def test_verl_prints_the_planned_steps(tmp_path):
     run = read_run(log)
     assert run.total_steps == 300
     assert told(analyse(run))["run_complete:steps"].steps == (149, 149)
+
+
+def test_llama_factory_tells_the_planned_steps_in_each_row(tmp_path):
+    rows = (
+        {"current_steps": step, "total_steps": 300, "loss": 1.5, "lr": 1e-5, "percentage": step / 3}
+        for step in range(5, 150, 5)
+    )
+    log: Path = tmp_path / "trainer_log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert told(analyse(read_run(log)))["run_complete:steps"].steps == (145, 145)
+
+
+def test_answers_that_get_worse_while_the_reward_rises_are_told():
+    num_rows = grpo_run(0).num_rows
+    noise = RNG.normal(0, 0.02, num_rows)
+    rows = np.arange(num_rows)
+    worse = np.where(rows < 0.6 * num_rows, 0.5, 0.1) + noise
+    log = changed(grpo_run(0), **{"rewards/accuracy/mean": worse})
+    found = serious(analyse(log))["reward_hacking:right"]
+    onset = log.series["rewards/accuracy/mean"].steps[int(0.6 * num_rows)]
+    assert found.steps is not None and abs(found.steps[0] - onset) <= 10
+
+
+def test_the_entropy_of_an_sft_run_may_fall():
+    entropies = 2.0 * np.exp(-STEPS / 500) + 0.02
+    assert "entropy_collapse" not in told(
+        analyse(changed(sft_run(0), **{"train/entropy": entropies}))
+    )
+
+
+def test_a_gradient_that_rises_with_a_jump_of_the_loss_comes_first():
+    log = both(
+        times("train/loss", 1 + 0.2 * np.exp(-(STEPS - 900) / 200) * (STEPS > 900)),
+        times("train/grad_norm", np.where(STEPS > 900, 60.0, 1.0)),
+    )(healthy("sft"))
+    ids = [one.id for one in analyse(log).findings]
+    assert ids.index("grad_high:rise") < ids.index("loss_jump")
 
 
 @pytest.mark.parametrize("lead", [0, 120])

@@ -51,7 +51,8 @@ length_shift:shortest | min_length_ratio 1 | ..2       | note  |            | st
 clipped_ratio         | clipped_ratio 1    | ..0.3     | fail  | grpo       | cut_off | The share of answers cut off
 clipped_ratio:cap     | at_cap all mean    | ..0.2     | warn  | grpo       | no_end | The share of points at the cap
 clipped_ratio:cap     | at_cap all mean    | ..0.002   | note  | grpo       | no_end | The share of points at the cap
-clip_ratio            | clip_ratio         | ..0.5     | warn  |            | unclipped | The share of clipped ratios
+saves_failed          | failed_saves 1     | ..0       | warn  |            | unsaved | Failed saves in a row
+clip_ratio            | clip_ratio         | ..0.3     | warn  |            | unclipped | The share of clipped ratios
 clip_ratio            | clip_ratio         | 0.1..0.3  | note  |            | unclipped | The share of clipped ratios
 adv_shape:std         | equal_groups       | ..0.9     | warn  |            | equal | The share of equal groups
 adv_shape:std         | adv_std            | 0.05..    | fail  |            | equal | The spread of advantages
@@ -70,6 +71,7 @@ the median of its points, unless `mean` or `max` is given.
 _MOVES = """
 # id                  | metric             | by   | level | profile         | reason | what it means
 reward_trend:collapse | reward             | -1   | warn  | grpo controller | diverges | the reward falls
+reward_hacking:right  | correct            | -1   | warn  | grpo            | games | fewer answers are correct
 reward_trend:scatter  | reward_std         | 2    | warn  | grpo            | scatter | rewards scatter
 accuracy:collapse     | accuracy           | -1   | warn  | controller      | diverges | the accuracy falls
 val_results:reward    | val_reward         | -1   | warn  |                 | diverges | the held-out reward falls
@@ -78,8 +80,8 @@ budget:rising         | violation          | 1    | warn  | controller      | pe
 budget:latency_rising | latency            | 1    | warn  | controller      | penalty | answers take longer and longer
 loss_diverging:epochs | loss 11            | 1    | fail  | controller      | diverges | the loss rises: stop the run
 grad_vanish           | grad               | -100 | warn  |                 | vanished | the gradient vanishes
-entropy_collapse      | entropy            | -8   | warn  |                 | explores | the policy stops exploring
-entropy_rise          | entropy            | 4    | warn  |                 | random | the policy's texts turn random
+entropy_collapse      | entropy            | -8   | warn  | grpo controller | explores | the policy stops exploring
+entropy_rise          | entropy            | 4    | warn  | grpo controller | random | the policy's texts turn random
 grad_high:rise        | grad               | 10   | warn  |                 | unstable | the gradient explodes
 value_network:loss    | value_loss         | 10   | warn  |                 | values | the value network fails
 value_network:error   | value_error        | 10   | warn  |                 | values | the value network fails
@@ -158,6 +160,11 @@ REASONS: dict[str, tuple[str, ...]] = {
         "Fewer {epochs}, more data, an earlier checkpoint.",
     ),
     "unstable": ("Training is unstable: the learning rate is too high.", "lower_rate", "clip"),
+    "unsaved": (
+        "The disk is full or gone, or a rank failed while saving. A crash would cost all steps "
+        "since the last good checkpoint.",
+        "Look for save errors in the log, and check the free disk space.",
+    ),
     "scale": (
         "An unusual scale of the loss or of the model; by itself no fault.",
         "Nothing to do if the loss falls steadily.",
@@ -236,6 +243,11 @@ REASONS: dict[str, tuple[str, ...]] = {
         "Training diverges, or the policy has found a dead end.",
         "Stop, go back to {checkpoint}.",
         "lower_rate",
+    ),
+    "games": (
+        "The policy is rewarded for something other than correct answers.",
+        "Read answers from before and after that step with the rewards of each reward function.",
+        "Raise the weight of the reward for correct answers.",
     ),
     "scatter": (
         "Sampling has become unstable, or a reward function gives extreme values.",

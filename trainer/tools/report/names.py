@@ -48,6 +48,7 @@ ooms            memory/ooms
 truncated       data/truncated_frac
 empty_label     data/empty_label
 total_len_max   train/seq_total_len_max
+failed_saves    checkpoint/failed_in_a_row
 kl              kl train/kl actor/kl_loss
 update_kl       actor/approxkl actor/policykl
 reward          reward train/reward train/reward_total_mean train/reward_mean reward_mean
@@ -110,7 +111,7 @@ memory/allocated_gib      gpu_mem_gb train/gpu_mem_gb perf/gpu_mem_gb
 memory/max_allocated_gib  perf/max_memory_allocated_gb train/max_memory_allocated_gb
 memory/max_reserved_gib   memory(GiB) perf/max_memory_reserved_gb
 memory/cpu/rss_gib        perf/cpu_memory_used_gb
-throughput/train/tokens_per_s_per_gpu  perf/throughput
+throughput/train/tokens_per_s_per_gpu  perf/throughput tokens/train_per_sec_per_gpu
 """)
 """Our key -> names in transformers, TRL, ms-swift, verl, ROLL and W&B."""
 

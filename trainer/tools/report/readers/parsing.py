@@ -20,8 +20,12 @@ MIRRORS = {
     # verl and our console log the learning rate in thousandths; TensorBoard replaces the brackets.
     "train/lr(1e-3)": ("train/lr", 1e-3),
     "train/lr_1e-3_": ("train/lr", 1e-3),
+    "memory/max_allocated (GiB)": ("memory/max_allocated_gib", 1.0),
+    "memory/device_reserved (GiB)": ("memory/max_reserved_gib", 1.0),
 }
-"""Name of a metric in a different unit -> our key, and the factor that converts to our unit."""
+"""Name of a metric with brackets or in a different unit -> our key, and the factor that converts to
+our unit.
+"""
 PREFIXES = {
     # W&B puts the name of the run before a metric when it exports a panel.
     "^.* - ": "",
