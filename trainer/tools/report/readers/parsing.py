@@ -20,21 +20,18 @@ MIRRORS = {
     # verl and our console log the learning rate in thousandths; TensorBoard replaces the brackets.
     "train/lr(1e-3)": ("train/lr", 1e-3),
     "train/lr_1e-3_": ("train/lr", 1e-3),
-    "memory/max_allocated (GiB)": ("memory/max_allocated_gib", 1.0),
-    "memory/device_reserved (GiB)": ("memory/max_reserved_gib", 1.0),
 }
-"""Name of a metric with brackets or in a different unit -> our key, and the factor that converts to
-our unit.
-"""
-PREFIXES = {
+"""Name of a metric in a different unit -> our key, and the factor that converts to our unit."""
+SPELLINGS = {
     # W&B puts the name of the run before a metric when it exports a panel.
     "^.* - ": "",
     "^(eval/|eval_|validation/)": "val/",
     "^token/": "tokens/",
     # TRL and ms-swift log these without a prefix in files and with `train/` in TensorBoard.
     "^train/(?=(kl|reward|reward_std|frac_reward_zero_std)$|rewards/|completions/|clip_ratio)": "",
+    r" \(GiB\)$": "_gib",  # of axolotl
 }
-"""Pattern for a prefix in other trainers' names -> our prefix."""
+"""Pattern in other trainers' names -> our spelling."""
 
 
 def step_key(names: Collection[str]) -> str | None:
@@ -74,6 +71,6 @@ def canonical(name: str) -> tuple[str, float]:
     name, _ = split_reducer(name)
     if name.startswith(("Train/", "Val/", "Eval/", "Validation/")):
         name = name.lower()
-    for theirs, ours in PREFIXES.items():
+    for theirs, ours in SPELLINGS.items():
         name = re.sub(theirs, ours, name)
     return MIRRORS.get(name, (OUR_NAMES.get(name, name), 1.0))
