@@ -171,7 +171,9 @@ class Disk:
         """Raises `KeyError` or `ValueError` for an impossible operation: the log is not complete."""
         path = operation.path
         kind = operation.kind
-        if kind in WITHOUT_EFFECT or not self._is_inside(path, itself=kind == "fsync_dir"):
+        root = self._path.parts
+        is_inside = path.parts[: len(root)] == root and (path != self._path or kind == "fsync_dir")
+        if kind in WITHOUT_EFFECT or not is_inside:
             return
         node = self._node(path if kind in ("write", "fsync", "fsync_dir") else path.parent)
         if isinstance(node, Directory) and kind != "fsync_dir":
@@ -180,11 +182,6 @@ class Disk:
             node.pending += bytes(operation.data)
         else:
             node.fsync()
-
-    def _is_inside(self, path: Path, *, itself: bool) -> bool:
-        depth = len(self._path.parts)
-        is_deep = len(path.parts) >= depth + (not itself)
-        return is_deep and path.parts[:depth] == self._path.parts
 
     def _change(self, operation: Operation, entries: "dict[str, Node]") -> Change:
         path = operation.path

@@ -400,7 +400,6 @@ class Schedule:
         self.jobs: list[Job] = []
         self.disk: Disk | None = None
         self._locks: dict[Process, list[tuple[int, int]]] = {}
-        self._refused: Thread | None = None
         # the promise: from here a run continues or from later, and from nothing undone
         self.promised: int | None = None
         self.undone: set[str] = set()

@@ -167,23 +167,22 @@ def test_names_of_other_trainers_are_known(tmp_path):
     assert set(columns.values()) <= read_run(log).series.keys()
 
 
-def test_verl_prints_the_planned_steps(tmp_path):
-    lines = ["Total training steps: 300", *(f"step:{n} - actor/pg_loss:0.1" for n in range(1, 150))]
-    log: Path = tmp_path / "verl.log"
+VERL = ["Total training steps: 300", *(f"step:{n} - actor/pg_loss:0.1" for n in range(1, 150))]
+LLAMA_FACTORY = [
+    json.dumps({"current_steps": step, "total_steps": 300, "loss": 1.5, "lr": 1e-5})
+    for step in range(1, 150)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"), [("verl.log", VERL), ("trainer_log.jsonl", LLAMA_FACTORY)]
+)
+def test_the_planned_steps_of_other_trainers_are_known(tmp_path, name, lines):
+    log: Path = tmp_path / name
     log.write_text("\n".join(lines))
     run = read_run(log)
     assert run.total_steps == 300
     assert told(analyse(run))["run_complete:steps"].steps == (149, 149)
-
-
-def test_llama_factory_tells_the_planned_steps_in_each_row(tmp_path):
-    rows = (
-        {"current_steps": step, "total_steps": 300, "loss": 1.5, "lr": 1e-5, "percentage": step / 3}
-        for step in range(5, 150, 5)
-    )
-    log: Path = tmp_path / "trainer_log.jsonl"
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert told(analyse(read_run(log)))["run_complete:steps"].steps == (145, 145)
 
 
 def test_answers_that_get_worse_while_the_reward_rises_are_told():
