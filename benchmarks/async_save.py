@@ -1,4 +1,5 @@
-"""What does a save cost the steps around it, behind training and in its way, on a disk of 20 MB/s?
+"""Measures the cost of a save for the steps around it, in the background and in the foreground, on
+a disk of 20 MB/s.
 
     python benchmarks/async_save.py --steps 240 --save-freq 40
 

@@ -1,5 +1,5 @@
-"""What moments and parameters in bfloat16 do to the loss, and whether they take the memory that is
-planned.
+"""Measures the effect of moments and parameters in bfloat16 on the loss, and whether they take the
+planned memory.
 
     python benchmarks/low_precision.py
 

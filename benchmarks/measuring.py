@@ -1,5 +1,5 @@
-"""What every benchmark needs: timed commands, the ceiling of the machine, versions, results as
-JSON and as a table.
+"""Shared by all benchmarks: timed commands, the ceiling of the machine, versions, results as JSON
+and as a table.
 """
 
 import os

@@ -94,7 +94,7 @@ def work(model: Path, train_file: Path, cache_dir: Path, output: Path) -> None:
 
 
 def run_one(contender: Contender, case: Case, number: int) -> dict[str, Any]:
-    """What one process found, with its wall time."""
+    """Return the findings of one process, with its wall time."""
     output = case.directory / f"{contender.name.replace(' ', '_')}-{number}.json"
     if contender.options is None:
         cache_dir = output.with_suffix(".cache")

@@ -91,7 +91,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def is_missed(row: dict[str, Any]) -> bool:
-    """Whether a fault was not found in some log, or from another step."""
+    """Return whether a fault was missed in some log, or found from another step."""
     return bool(row["found"] < row["faulty"] or row["onset_right"] < row["with_onset"])
 
 

@@ -175,7 +175,7 @@ def peer_command(
 
 
 def flops_per_token(case: Case, steps: int, batch: int) -> float:
-    """Of the batches that are timed, in a dense model with full attention."""
+    """Return the operations per token of the timed batches, in a dense model with full attention."""
     data = np.load(case.samples)
     part = slice(SKIP * batch, steps * batch)
     lengths = np.diff(data["offsets"])[part]

@@ -106,7 +106,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
-    """What tests started is gone soon after the last of them; if not, it is named and ended."""
+    """Check that every process of the tests ends soon after the last test; name and end those that
+    remain.
+    """
     yield
     deadline = time.monotonic() + ENDED_WITHIN_S
     while (left := left_running()) and time.monotonic() < deadline:

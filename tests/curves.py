@@ -23,7 +23,7 @@ class Curve:
     grad_norm: Values
 
     def values(self, step: int) -> dict[str, float]:
-        """As a trainer hands them over."""
+        """Return the values as a trainer hands them over."""
         return {
             "train/loss": float(self.loss[step]),
             "train/grad_norm": float(self.grad_norm[step]),

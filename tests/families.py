@@ -333,7 +333,7 @@ FAMILIES = {
 
 
 def family_settings(name: str, **changes: Any) -> dict[str, Any]:
-    """What the configuration of a family or variant is made with."""
+    """Return the settings from which the configuration of a family or variant is made."""
     default = AutoConfig.for_model(name.split()[0])
     known = default.to_dict().keys() | default.attribute_map.keys()
     sizes = {key: value for key, value in SIZES.items() if key in known}

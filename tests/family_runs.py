@@ -37,7 +37,7 @@ def prepare(root: Path, name: str) -> None:
 
 
 def save_tokenizer(path: Path) -> None:
-    """Of as many words as the tiny models know."""
+    """Save a tokenizer with as many words as the tiny models know."""
     words = [*SPECIAL, *(f"w{number}" for number in range(VOCAB - len(SPECIAL)))]
     backend = Tokenizer(
         models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
@@ -105,8 +105,8 @@ def interrupted_run(root: Path, model: Path, *more: str, num_ranks: int = NUM_RA
 
 
 def export_faults(checkpoint: Path) -> list[str]:
-    """What is wrong with the export of a checkpoint, for transformers alone: keys, or tensors that
-    are not those in the shards.
+    """Return the faults that transformers alone finds in the export of a checkpoint: wrong keys, or
+    tensors that differ from those in the shards.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         checkpoint / "huggingface", dtype=torch.float32, output_loading_info=True

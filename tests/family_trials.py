@@ -1,5 +1,5 @@
-"""What is tried with a tiny model of a family: its first step beside plain transformers', its
-export, a killed run.
+"""Trials of a tiny model of a family: its first step beside plain transformers, its export, and a
+killed run.
 """
 
 import copy
@@ -107,7 +107,7 @@ def our_step(world: Any, model: Any, *, together: bool) -> tuple[float, dict[str
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What the trainer logs."""
+    """Collect the messages that the trainer logs."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -159,8 +159,8 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
 
 
 def resumed(world: Any, path: Path, root: Path, *, is_packed: bool) -> list[str]:
-    """What differs after six steps between a run in one go, `root`/straight, and one that stopped
-    after the fourth and was built anew from its checkpoint. Collective.
+    """Return the differences after six steps between an uninterrupted run, `root`/straight, and a
+    run that stopped after the fourth step and was rebuilt from its checkpoint. Collective.
     """
     source = ModelSource(str(path))
     form = {"is_packed": is_packed}

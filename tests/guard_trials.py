@@ -43,8 +43,8 @@ def watch(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one curve: events while it is healthy, and for each fault the delay of each level it
-    raised.
+    """The outcome of one curve: events while it is healthy, and for each fault the delay of each
+    level it raised.
     """
 
     healthy: Mapping[Level, int]
@@ -84,6 +84,6 @@ def recall(outcomes: Sequence[Outcome], fault: str, levels: Iterable[Level]) -> 
 
 
 def precision(outcomes: Sequence[Outcome], fault: str) -> float:
-    """Of SEVERE, if one step in 10000 has this fault."""
+    """Return the precision of SEVERE if one step in 10,000 has this fault."""
     found = recall(outcomes, fault, [Level.SEVERE])
     return found / (found + per_10k(outcomes, Level.SEVERE)) if found else 0.0

@@ -1,5 +1,5 @@
-"""What FlashAttention 2, the kernel behind torch's `varlen_attn`, takes; its fake form checks
-nothing.
+"""The arguments that FlashAttention 2, the kernel behind torch's `varlen_attn`, accepts. Its fake
+form checks nothing.
 
 Shape suffixes: N query heads, M key heads, T packed tokens, K head size, D documents.
 """

@@ -38,7 +38,9 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
-    """What a run is by its configuration; `steps` has the documents of each global batch."""
+    """The definition of a run by its configuration; `steps` holds the documents of each global
+    batch.
+    """
 
     model: Path
     steps: Sequence[list[Document]]

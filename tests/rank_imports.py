@@ -1,5 +1,5 @@
-"""What the server of `rank_server.py` imports, so that no rank does: that took it more than
-half a second.
+"""The modules that the server of `rank_server.py` imports, so that ranks need not. Importing them
+took a rank more than half a second.
 """
 
 import gc

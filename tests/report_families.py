@@ -28,7 +28,7 @@ NUM_EVALS = 20
 
 @dataclass
 class Curves:
-    """What a run logs; faults change `columns` in place."""
+    """The metrics that a run logs; faults change `columns` in place."""
 
     steps: NDArray[np.int64]
     columns: Columns

@@ -1,4 +1,5 @@
-"""What trains, and how exactly: a tiny model of every family, and the table of docs/models.md.
+"""Checks which models train, and how exactly: a tiny model of every family, and the table of
+docs/models.md.
 
 `python tests/support_table.py` tries the families without an entry in
 benchmarks/results/support.json; `python tests/support_table.py lfm2 zamba` tries these again. Each
@@ -30,7 +31,7 @@ STARTED_WITHIN_S = 60.0
 
 
 def try_all(world: Any, root: Path, names: list[str]) -> list[dict[str, Any]]:
-    """What is found of each family, or how it failed. Collective."""
+    """Return the findings for each family, or how it failed. Collective."""
     return [_caught(world, root / name, name) for name in names]
 
 
@@ -72,9 +73,7 @@ def _entry(alone: dict[str, Any], together: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_exact(entry: dict[str, Any], places: Iterable[str], *keys: str) -> bool:
-    """Whether what was measured there is within the limits, and no parameter was without its
-    gradient.
-    """
+    """Return whether the measurements are within the limits and every parameter had a gradient."""
     measured = [entry.get(place, {}) for place in places]
     return all(
         of_one.get("gradients missing") == [] and of_one[key] < LIMITS[key]
@@ -84,7 +83,7 @@ def is_exact(entry: dict[str, Any], places: Iterable[str], *keys: str) -> bool:
 
 
 def marks(entry: dict[str, Any]) -> dict[str, bool]:
-    """What a family shows, by column."""
+    """Return the marks of a family, by column."""
     return {
         "first step": is_exact(entry, PLACES[:1], "loss error", "gradient error"),
         "ranks and micro-batches": is_exact(entry, PLACES, "loss error", "norm error"),

@@ -33,7 +33,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 class OneSource:
-    """What samples of one source say of it."""
+    """Samples that come from one source."""
 
     names = ("toy",)
     lengths: np.ndarray
@@ -69,7 +69,7 @@ class ToySamples(OneSource):
     def __init__(
         self, num_samples: int = 24, seed: int = 0, *, shares: tuple[Share, ...] = ()
     ) -> None:
-        """Of one source, or of those that have these `shares`."""
+        """Make samples of one source, or of sources with these `shares`."""
         generator = np.random.default_rng(seed)
         self._samples = []
         for _ in range(num_samples):

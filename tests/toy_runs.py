@@ -50,7 +50,7 @@ TRACE = "trace.jsonl"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a toy run is; `seed` is that of the samples."""
+    """The settings of a toy run; `seed` is that of the samples."""
 
     total_steps: int = 6
     save_freq: int = 2
@@ -161,7 +161,7 @@ def checkpoint_manager(
 
 
 def save_now(manager: CheckpointManager, parts: Run, *, is_required: bool = True) -> None:
-    """As the loop would."""
+    """Save as the training loop does."""
     manager.save(
         parts.batches.position, loss=1.0, grad_norm=1.0, history=History(), is_required=is_required
     )

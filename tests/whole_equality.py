@@ -1,5 +1,5 @@
-"""Whether two finished runs left the same: steps, validations and checkpoints, and everything
-else a user finds.
+"""Compares two finished runs: steps, validations and checkpoints, and everything else that a user
+finds.
 """
 
 import csv

@@ -78,11 +78,11 @@ class Attempt:
 
     @property
     def can_be_signalled(self) -> bool:
-        """Whether every rank has registered, which is when the launcher sends signals to them."""
+        """Return whether every rank has registered. The launcher sends signals only after that."""
         return len(self.status.beats()) == len(self.ranks)
 
     def is_over(self) -> bool:
-        """Whether all ranks are gone; does the agent's part meanwhile."""
+        """Return whether all ranks are gone; do the agent's part meanwhile."""
         alive = [process for process in self.ranks if process.is_alive()]
         now = time.monotonic()
         if self.failed_at is None and any(process.exitcode for process in self.ranks):
@@ -107,7 +107,7 @@ class Attempt:
         )
 
     def stacks(self) -> str:
-        """What every rank that is alive is doing, as the watchdog asks for it."""
+        """Return the stacks of all ranks that are alive, as the watchdog asks for them."""
         for process in self.ranks:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR2)  # type: ignore[arg-type]

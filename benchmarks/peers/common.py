@@ -1,5 +1,5 @@
-"""What every peer script shares: its arguments, the samples of the case, and the rows it
-reports. No import of ours.
+"""Shared by the scripts of all peers: arguments, the samples of the case, and the rows they report.
+Imports nothing of ours.
 """
 
 import argparse

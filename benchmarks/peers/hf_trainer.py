@@ -1,4 +1,4 @@
-"""The same run in TRL's SFTTrainer, or with `--option plain` in transformers' own Trainer.
+"""Trains the case in TRL's SFTTrainer, or with `--option plain` in transformers' own Trainer.
 
 `--option compile` switches torch.compile on, `--option recompute` gradient checkpointing. Packing
 is not among them: without the flash-attn package TRL packs with a mask that lets documents see each

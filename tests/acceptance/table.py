@@ -27,7 +27,7 @@ def all_lines() -> list[Line]:
 
 
 def all_covers() -> set[str]:
-    """What the marks of all test files name: `S2.21`, `S2.25:C`."""
+    """Return the statements that the marks of all test files name: `S2.21`, `S2.25:C`."""
     sources = [path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py")]
     marks = [mark for source in sources for mark in re.findall(r"mark\.covers\(([^)]*)\)", source)]
     return {name for mark in marks for name in re.findall(r'"([^"]+)"', mark)}

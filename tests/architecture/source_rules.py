@@ -1,5 +1,5 @@
-"""What the architecture test checks, as functions from source text to findings (`file:line:
-what is wrong`).
+"""The rules of the architecture test, as functions from source text to findings (`file:line: what
+is wrong`).
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""What a run does around its steps: random numbers, signs of life, validation, and the end."""
+"""Tests of the work around a run's steps: random numbers, signs of life, validation, and the end."""
 
 from typing import Any
 from unittest.mock import Mock

@@ -55,7 +55,7 @@ def remove(model: Path) -> None:
 
 
 def replace_small_files(model: Path) -> None:
-    """As another revision of the model would be downloaded: new files, renamed over the old
+    """Replace the files as a download of another revision does: new files, renamed over the old
     ones.
     """
     config = json.loads((model / "config.json").read_text())

@@ -47,7 +47,7 @@ def trained(words: tuple[str, ...], root: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process group of one rank leaves in the environment is taken back."""
+    """Undo the changes that a process group of one rank makes to the environment."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -175,7 +175,7 @@ def test_a_broken_export_is_refused_with_its_cause(trained, tmp_path, name):
 
 @pytest.mark.usefixtures("alone")
 def test_an_export_that_was_written_wrong_is_found_by_its_loss(trained, tmp_path):
-    """As a fault of the program would leave it: the manifest says what stands there."""
+    """The manifest matches the wrong file, as after a fault of the program."""
     checkpoint = copied(trained["full"], tmp_path / "run")
     halve(checkpoint / "huggingface")
     manifest = parse_manifest((checkpoint / MANIFEST).read_bytes())

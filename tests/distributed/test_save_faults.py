@@ -55,8 +55,8 @@ def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(source, tmp
 
 @dataclass(frozen=True)
 class Story:
-    """What a rank saw: the duration of the save that met the stop, the outcomes of all saves, and
-    the error that ended the run.
+    """The experience of one rank: the duration of the save that met the stop, the outcomes of all
+    saves, and the error that ended the run.
     """
 
     waited_s: float

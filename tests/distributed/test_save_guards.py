@@ -1,4 +1,4 @@
-"""What must hold at the commit: files as reported, all synced, in time, and the lock held."""
+"""Tests of the conditions for a commit: files as reported, all synced, in time, and the lock held."""
 
 import os
 import time

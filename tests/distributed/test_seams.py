@@ -1,5 +1,5 @@
-"""What users change is an entry in a dictionary: a loss, an optimizer and a stateful part that
-only this file knows.
+"""Users extend a run by an entry in a dictionary. Here a loss, an optimizer and a stateful part
+that only this file knows are added.
 """
 
 from collections.abc import Mapping
@@ -91,8 +91,8 @@ def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(tmp_path):
 
 
 class WeightAverage(Part):
-    """Of this rank's shards over all steps so far: it changes with each step and must continue
-    where it was.
+    """The average of this rank's shards over all steps so far. It changes with each step and must
+    continue after a resume.
     """
 
     state_of = OWN

@@ -30,7 +30,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 
 def test_an_export_afterwards_needs_the_checkpoint_alone(source, tmp_path):
-    """Whether the save exported the weights or not; the source is gone. Damage is refused."""
+    """The export works with and without exported weights in the save, and without the source.
+    Damage is refused.
+    """
     own = ModelSource(shutil.copytree(source.path, tmp_path / "own"))
     whole = whole_checkpoint(ModelSource(own.path))
     assert whole is not None

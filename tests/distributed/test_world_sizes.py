@@ -59,7 +59,7 @@ def saved(source: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, R
 def load_all(
     world: Any, run_dirs: list[Path], source: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What this number of ranks makes of each checkpoint: whole parameters and moments."""
+    """Load each checkpoint on this number of ranks; return whole parameters and moments."""
     found = []
     for run_dir in run_dirs:
         info = layout.inspect(run_dir / "global_step_6")

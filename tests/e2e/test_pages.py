@@ -86,7 +86,7 @@ class Reader:
         pq.write_table(pa.Table.from_pylist(rows), self.root / "data/chats.parquet")
 
     def words_behind(self, words: list[str]) -> list[str]:
-        """Of a tiny run, but for the keys that stand there."""
+        """Return the overrides of a tiny run, except for keys that the command sets itself."""
         keys = {word.partition("=")[0] for word in words}
         return [word for word in self.tiny if word.partition("=")[0] not in keys]
 

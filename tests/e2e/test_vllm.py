@@ -61,7 +61,7 @@ def random_ids(num_values: int) -> list[int]:
 
 
 def log_prob(model: Any, ids: list[int]) -> float:
-    """Of a text by a model of transformers, summed in float64."""
+    """Return the log-probability of a text under a model of transformers, summed in float64."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
     return -F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
@@ -170,7 +170,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
-    """What vLLM is asked, all in one process: importing it takes longer than any of the models."""
+    """Return all requests to vLLM. One process answers them, because importing vLLM takes longer
+    than any of the models.
+    """
     for name in FAMILIES:
         save_model(root / name, name, **HEADS_OF_VLLM)
     write_whole(root / WHOLE)

@@ -28,9 +28,7 @@ CARD = SimpleNamespace(
 
 
 class Call(NamedTuple):
-    """What was asked of the driver, by which thread, and the device that this thread had set
-    (None: never).
-    """
+    """A call of the driver, with its thread and the device that this thread had set (None: never)."""
 
     name: str
     thread: str

@@ -48,8 +48,8 @@ torch.library.register_fake(
 
 @contextmanager
 def of_a_card() -> Iterator[None]:
-    """What torch computes in pieces where it has no kernel: `aten::_fused_rms_norm`, one and two
-    behind it, and `aten::silu_backward`.
+    """Replace functions that torch computes in pieces on a CPU by the card's operations:
+    `aten::_fused_rms_norm`, one and two behind it, and `aten::silu_backward`.
     """
     functional = "torch.nn.functional"
     with (

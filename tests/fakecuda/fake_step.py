@@ -87,8 +87,8 @@ class Case:
 
 
 def read_ones(packet: Packet, **derived: Tensor) -> Totals:
-    """What the host would wait for: a packet of ones, in which nobody asks for anything, and
-    nothing is abnormal.
+    """Return the totals of a packet of ones, without waiting for the device. No rank makes a
+    request, and nothing is abnormal.
     """
     summed = dict(packet.sums)
     by_rank = dict.fromkeys(packet.fields, (1.0,) * summed.pop(BY_RANK).shape[1])

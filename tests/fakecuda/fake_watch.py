@@ -1,4 +1,4 @@
-"""What each operation on fake CUDA tensors asks of the device and of the host."""
+"""Records the work that each operation on fake CUDA tensors causes on the device and on the host."""
 
 import inspect
 import sys
@@ -145,7 +145,7 @@ class Watch(TorchDispatchMode):
 
 
 def num_kernels(func: Any) -> int:
-    """What the device has to do: views, memory alone and notes of the profiler give it nothing."""
+    """Count the kernels of the device. Views, allocations and notes of the profiler launch none."""
     name = func.name().split(".")[0]
     if (
         name.startswith(("c10d::", "_c10d_functional::", "profiler::"))

@@ -82,7 +82,7 @@ def _on_host(tensor: FakeTensor) -> Tensor:
 
 
 class Phases(Heartbeat):
-    """What is noted is noted by phase: `train 3` is the third step that is run."""
+    """Notes by phase: `train 3` is the third step of the run."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -97,8 +97,8 @@ class Phases(Heartbeat):
 
 
 def answer(where: str, num_ranks: int) -> float:
-    """Of a sum over ranks that each gave 1, of a self-check that finds no difference, of a
-    state that is finite.
+    """Return the number that the host would read at `where`: a sum over ranks that each gave 1, no
+    difference in the self-check, a finite state.
     """
     if "_require_all" in where:
         return num_ranks

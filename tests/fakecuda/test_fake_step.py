@@ -60,7 +60,7 @@ WAITS = {"reads", "offload"}
 
 @pytest.fixture
 def steps(fake_runs: Any) -> Any:
-    """What each case did, when it is asked for."""
+    """Return a function from the name of a case to the record of its step."""
     return lambda name: fake_runs(kind="step", **CASES[name])
 
 
@@ -82,7 +82,7 @@ def test_no_operation_waits_for_the_device(steps, name):
 def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_first(
     steps,
 ):
-    """As docs/gpu.md and the plan say: few large ones are better."""
+    """docs/gpu.md and the plan say so: a few large micro-batches are better."""
     back = [
         copy
         for copy in steps("offload")["copies"]

@@ -30,7 +30,7 @@ SHARED = "documents shared, a rollback"
 
 @pytest.fixture
 def runs(fake_runs: Any) -> Any:
-    """What each case did, when it is asked for."""
+    """Return a function from a case to the record of its run."""
     return lambda name: fake_runs(kind="run", **RUNS[name])
 
 
@@ -44,7 +44,7 @@ def num_steps(name: str) -> int:
 
 
 def noted(run: dict[str, Any], kind: str, phase: str) -> list[dict[str, Any]]:
-    """What was noted in all phases of this name."""
+    """Return the notes of all phases with this name."""
     return [entry for entry in run[kind] if entry["phase"].split()[0] == phase]
 
 
@@ -99,7 +99,7 @@ def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_add_up_one_vector_of_numbers_a_step_and_one_number_a_save(runs, name):
-    """What else they exchange in a step: test_fake_step.py."""
+    """test_fake_step.py covers the other communication of a step."""
     run = runs(name)
     num_ranks = RUNS[name].get("num_ranks", 8)
     for phase, number in (("train", num_steps(name)), ("save", 2)):

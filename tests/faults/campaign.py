@@ -1,4 +1,4 @@
-"""What the campaigns share: a place to work, and the result file with its command and versions."""
+"""Shared by the campaigns: a place to work, and the result file with its command and versions."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What the fault tests share with the unit tests."""
+"""Makes the helpers of the unit tests available to the fault tests."""
 
 import sys
 from pathlib import Path

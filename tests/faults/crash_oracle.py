@@ -60,8 +60,8 @@ def remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a start finds. step: continued from, or None for a new run; error: why it does not start;
-    torn: checkpoints under their final name that are not whole, with reasons.
+    """The result of a start. step: the step it continues from, or None for a new run; error: the
+    reason why it does not start; torn: incomplete checkpoints under a final name, with reasons.
     """
 
     step: int | None

@@ -61,7 +61,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank said about the save of one step."""
+    """The statement of one rank about the save of one step."""
 
     step: int
     is_saved: bool
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def outcomes() -> list[Outcome]:
-    """What the manager of this rank has said about its saves."""
+    """Return all statements of this rank's manager about its saves."""
     return [
         Outcome(step, True) if kind == "checkpoint" else Outcome(step, False, message)
         for kind, step, message in TOLD

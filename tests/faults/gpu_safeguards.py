@@ -1,5 +1,5 @@
-"""What the CUDA paths need, by the finding of docs/gpu.md that it settles, and how it is
-removed (see mutations.py).
+"""The safeguards of the CUDA paths: the finding of docs/gpu.md that each one settles, and how to
+remove it (see mutations.py).
 """
 
 from safeguards import Mutation

@@ -65,8 +65,8 @@ TIMED = re.compile(
 
 @dataclass(frozen=True)
 class Trial:
-    """What is done to one start of a run: strike `after_s` after a step, in the next save, or at
-    the end. `steps`: share of the steps that are left.
+    """The disturbance of one start of a run: strike `after_s` after a step, in the next save, or at
+    the end. `steps`: share of the remaining steps.
     """
 
     seed: int

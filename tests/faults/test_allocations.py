@@ -29,7 +29,7 @@ def test_a_failed_allocation_is_named_and_harms_nothing(tmp_path):
 
 
 def train_without_memory_to_delete(world: World, run_dir: Path, scene: Scene) -> int:
-    """As in allocation 1030 of seed 8: no memory to list the trash of the last rotation."""
+    """Repeat allocation 1030 of seed 8: no memory to list the trash of the last rotation."""
     listed = fsio.list_dir
 
     def list_dir(path: Path) -> list[str]:
@@ -51,6 +51,6 @@ def test_a_start_removes_what_the_last_rotation_of_a_finished_run_left(tmp_path)
 
 
 def test_an_exit_of_the_c_library_names_the_cause_on_the_error_stream():
-    """As in allocation 592 of seed 8."""
+    """This happened in allocation 592 of seed 8."""
     assert unnamed("cannot allocate memory for thread-local data: ABORT\n") == []
     assert unnamed("") != []

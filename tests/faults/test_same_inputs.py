@@ -58,7 +58,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def other_rows(root: Path) -> None:
-    """As many other ones."""
+    """Write as many other rows."""
     (root / "data.jsonl").write_text(quickstart_rows(NUM_ROWS, 2 * NUM_ROWS))
 
 

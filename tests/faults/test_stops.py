@@ -126,7 +126,7 @@ SCENARIOS: dict[str, list[Before]] = {
 
 
 def steps_of_validations(run_dir: Path) -> list[int]:
-    """As written, those of earlier attempts too."""
+    """Return the steps as written, with those of earlier attempts."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return sorted(row["step"] for row in map(json.loads, lines) if row["kind"] == "val")
 

@@ -163,7 +163,7 @@ def adapted(model: Any) -> set[str]:
 
 
 def adapted_by_plain_peft(source: ModelSource, settings: dict[str, Any]) -> set[str]:
-    """The same for the layers that peft alone adapts where it reads these settings."""
+    """Return the names of the layers that plain peft adapts with these settings."""
     with torch.device("meta"):
         plain = plain_model(source.path)
     return adapted(inject_adapter_in_model(LoraConfig(**settings), plain))
@@ -354,7 +354,7 @@ def losses_with_dropout(
 
 
 def test_dropout_is_drawn_in_training_alone(tmp_path):
-    """By step and rank, as all that a step draws: distributed/test_fit.py."""
+    """distributed/test_fit.py covers the seed, which depends on step and rank."""
     model = write_model_config(tmp_path / "model")
     adapter = write_adapter(plain_model(model.path), tmp_path / "adapter", lora_dropout=0.5)
     (found,) = run_ranks(losses_with_dropout, 1, model, adapter)
@@ -378,7 +378,7 @@ def test_dropout_is_written_where_peft_can_load_it(family, name, written):
     ],
 )
 def test_experts_train_as_in_a_plain_loop_with_peft(family, tmp_path, name, parameters):
-    """Of peft's `target_parameters`; gpt_oss has transposed weights and biases."""
+    """The plain loop uses peft's `target_parameters`. gpt_oss has transposed weights and biases."""
     source = family(name, initializer_range=0.05)
     adapter = write_adapter(
         plain_model(source.path),

@@ -88,7 +88,7 @@ def test_loss_and_gradients_equal_plain_transformers(results, num_ranks, name):
 @pytest.mark.covers("S3.23")
 @pytest.mark.parametrize(("num_ranks", "name"), TRAINED)
 def test_the_export_is_what_transformers_would_save(results, root, num_ranks, name):
-    """The same names, bits and configuration as in the files of transformers."""
+    """Names, bits and configuration equal those in the files of transformers."""
     assert isinstance(results[num_ranks][name], dict), results[num_ranks][name]
     export = root / f"{name}-export-{num_ranks}"
     ours, theirs = (load_file(path / "model.safetensors") for path in (export, root / name))

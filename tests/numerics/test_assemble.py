@@ -130,8 +130,8 @@ def test_what_is_asked_for_is_not_replaced(tmp_path):
 
 
 def deterministic(world: Any, source: ModelSource, is_possible: bool) -> str:
-    """What becomes of a model under `trainer.deterministic`, with an operation in it that has
-    no such kernel or not.
+    """Return the outcome of a start under `trainer.deterministic`, with or without an operation
+    that has no deterministic kernel.
     """
     plain = attention.packed_attention
 

@@ -1,5 +1,5 @@
-"""What packed attention does for a GPU, without one: torch's kernel is a stand-in that insists on
-the real one's terms.
+"""Tests of packed attention for a GPU, without a GPU. A stand-in replaces torch's kernel and
+insists on the arguments of the real one.
 
 The stand-in computes in float32, document by document.
 Shape suffixes: N query heads, M key heads, T packed tokens, K head size.

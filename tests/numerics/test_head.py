@@ -197,8 +197,8 @@ def test_full_logits_never_exist(monkeypatch, is_training):
     ],
 )
 def test_blocks_are_as_long_as_the_memory_of_their_logits_allows(vocabulary, dtype, num_blocks):
-    """Of 8,192 positions: each costs three products, one of which rewrites the gradient of the
-    weight.
+    """A batch of 8,192 positions: each block costs three products, one of which rewrites the
+    gradient of the weight.
     """
     with FakeTensorMode():
         linear = nn.Linear(H, vocabulary, bias=False, dtype=dtype)

@@ -39,7 +39,7 @@ EXECUTIONS: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
 
 
 def rows_of(world: Any, source: Any, max_samples: int | None = None, **changes: Any) -> Any:
-    """What a short run logged."""
+    """Return the rows that a short run logged."""
     optim = AS_DEFINED | changes.pop("optim", {})
     return short_run(
         world, source, total_steps=STEPS, optim=optim, max_samples=max_samples, **changes
@@ -54,7 +54,8 @@ def train(world: Any, source: Any, max_samples: int | None = None, **changes: An
 
 
 def plain_run(source, adapter=None, *, num_steps=STEPS, **changes):  # type: ignore[no-untyped-def]
-    """The same run by definition; nothing of ours but the order and the key of the first weights.
+    """Run the training by its definition. It uses nothing of ours but the order and the key of the
+    first weights.
 
     `adapter`: directory of one that peft loads and trains, with the model frozen. Returns the
     columns of the rows.

@@ -146,7 +146,7 @@ class Run:
     acknowledged: list[int] = field(default_factory=list)
 
     def save(self) -> None:
-        """As `trainer.checkpoint.save` does it."""
+        """Save in the order of `trainer.checkpoint.save`."""
         self.step += 1
         layout.clean_leftovers(self.run_dir)
         commit(self.run_dir, self.step)
@@ -157,8 +157,8 @@ class Run:
         retention.settle(self.run_dir, step, keep=self.keep, history=History(), **settings)
 
     def restart(self) -> int | None:
-        """As `trainer.checkpoint.start` and the load after it do it. Returns the step to continue
-        from; None if nothing is usable.
+        """Start in the order of `trainer.checkpoint.start` and the load after it. Return the step
+        to continue from, or None if no checkpoint is usable.
         """
         layout.clean_leftovers(self.run_dir)
         try:

@@ -23,7 +23,7 @@ NAMES = ("embed.weight", "norm.weight")
 
 
 def row(step: int) -> dict[str, float]:
-    """What the comparison looks at, and something that differs from run to run."""
+    """Return a row with the compared metrics and one that differs between runs."""
     values = {"train/loss": 1 / step, "train/grad_norm": 0.1 * step, "train/lr(1e-3)": 1e-3 / 3}
     return {**values, "train/total_token_count": 100 + step, "train/time(s)": float(torch.rand(()))}
 

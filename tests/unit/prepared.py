@@ -119,7 +119,9 @@ def supervised(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> 
 
 
 def parsed(row: Any, keys: RowKeys = CHATS) -> Item | UnusableError:
-    """What is recognised in a row, given as JSON text, an object or as it was read."""
+    """Return the content that is recognised in a row, which is given as JSON text, an object or as
+    read from a file.
+    """
     record = json.loads(row) if isinstance(row, str) else row
     read = row if isinstance(row, Row) else Row(Path("a.jsonl"), 7, record)
     try:

@@ -1,4 +1,4 @@
-"""What a resume may change: refused, warned of, or free; one test per class, and every
+"""Tests of the changes that a resume refuses, warns of, or permits: one test for each class. Every
 difference is shown.
 """
 

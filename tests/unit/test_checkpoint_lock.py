@@ -164,8 +164,8 @@ def test_a_file_system_that_does_not_answer_is_not_held(tmp_path, monkeypatch):
 
 
 def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_path):
-    """As after a restart of a container: `doctor` and `Tracking` refused the directory,
-    `evaluate --watch` waited.
+    """This happens after a restart of a container: `doctor` and `Tracking` refused the directory,
+    and `evaluate --watch` waited.
     """
     with RunLock(tmp_path):
         assert heartbeat.is_live(tmp_path) and heartbeat.trainer_pid(tmp_path) == os.getpid()

@@ -1,4 +1,4 @@
-"""What a run knows of its rollbacks: read as written, never guessed."""
+"""A run reads its rollbacks as they were written, and never guesses them."""
 
 import pytest
 from checkpoint_fakes import save

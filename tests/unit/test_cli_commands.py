@@ -43,7 +43,7 @@ def test_a_word_that_is_no_command_is_answered_with_those_there_are(
 
 
 def test_a_command_of_the_script_sets_up_its_log_and_signals_as_a_program():
-    """As a function it would not: `checkpoint ls | head` ended in a traceback, and a warning
+    """A plain function call would not: `checkpoint ls | head` ended in a traceback, and a warning
     was not shown.
     """
     call = "main(['checkpoint', 'ls', 'gone'], is_program=True)"

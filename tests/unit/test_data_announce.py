@@ -1,4 +1,4 @@
-"""What the log says of a run's data before its first step."""
+"""Tests of the log lines about a run's data before its first step."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""What a row says against what is trained: flags, role tokens forged in texts, parts that a
-template leaves out.
+"""Tests of rows whose text differs from the trained text: flags, role tokens forged in texts, and
+parts that a template leaves out.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What is accepted as a data file, and what is refused at once, with the way out."""
+"""Tests of accepted data files, and of those that are refused at once with a fix."""
 
 import os
 import subprocess

@@ -109,8 +109,8 @@ def endpoint() -> Iterator[str]:
 
 
 def resolve(cache: Path, endpoint: str, *addresses: str, **more: str) -> tuple[list[str], str]:
-    """What each address gave, and what was logged. In a process of its own: the client reads
-    its environment once.
+    """Return the result of each address and the log. A separate process does it, because the client
+    reads its environment once.
     """
     environment = os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint}
     environment |= {"HF_HUB_OFFLINE": "0", **more}

@@ -1,4 +1,4 @@
-"""What a rank asks of allocators and threads."""
+"""Tests of a rank's settings of allocators and threads."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What an export is written from a plan, without a model or a run."""
+"""Tests of an export that is written from a plan, without a model or a run."""
 
 import json
 from pathlib import Path

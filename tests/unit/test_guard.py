@@ -1,4 +1,4 @@
-"""What the guard does about an abnormal step or validation."""
+"""Tests of the guard's answers to abnormal steps and validations."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a run is made from when its data has several sources."""
+"""Tests of the inputs of a run whose data has several sources."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What the launcher finds out about its machine: cards, cores, and the way to other machines."""
+"""Tests of the launcher's view of its machine: cards, cores, and the way to other machines."""
 
 import socket
 from types import SimpleNamespace

@@ -93,7 +93,7 @@ def lock(run_dir: Path) -> None:
 
 
 def launch(run_dir: Path) -> None:
-    """What the launcher reads of a run directory."""
+    """Read a run directory as the launcher does."""
     config = load_config([f"trainer.default_local_dir={run_dir}"])
     preflight.already_complete(config)
     heartbeat.is_live(run_dir)

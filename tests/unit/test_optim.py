@@ -224,7 +224,7 @@ def test_a_step_left_out_changes_nothing(kind, gradient):
 
 
 def test_a_model_without_trained_matrices_takes_its_steps_with_adamw():
-    """As with `model.freeze` of all layers: embeddings, norms and the head are left."""
+    """This happens with `model.freeze` of all layers: embeddings, norms and the head are left."""
     embeddings = nn.Embedding(5, 3)
     optimizer = OPTIMIZERS["muon"](embeddings, optim_config())
     before = embeddings.weight.detach().clone()

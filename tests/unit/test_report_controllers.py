@@ -70,7 +70,9 @@ def test_a_latency_above_its_budget_is_told_where_the_budget_is_given(tmp_path):
 
 
 def by_batch(log: RunLog, *, batches: int = 20) -> RunLog:
-    """The same run, logged once a batch: every epoch's values stay for all of its batches."""
+    """Return the run with one row for each batch: the values of an epoch stay for all of its
+    batches.
+    """
     num_epochs = len(log.series["reward_mean"])
     steps = np.arange(1, num_epochs * batches + 1)
     series = {key: Series(steps, np.repeat(one.values, batches)) for key, one in log.series.items()}

@@ -1,4 +1,4 @@
-"""What logs of ROLL, verl and MLLM-JAX say of a policy: lengths at their limit, rewards in
+"""Tests of logs of ROLL, verl and MLLM-JAX about a policy: lengths at their limit, rewards in
 phase, time and memory.
 """
 

@@ -1,4 +1,4 @@
-"""What the report advises for our own runs, the trainer accepts: every key and value it names."""
+"""The trainer accepts every key and value that the report advises for our own runs."""
 
 import re
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""What the report says of whole runs: controllers by epoch, overfitting, the checklists, time
-and memory.
+"""Tests of the report on whole runs: controllers by epoch, overfitting, the checklists, time and
+memory.
 """
 
 from dataclasses import replace
@@ -165,8 +165,8 @@ def test_a_checkpoint_that_was_saved_and_pruned_is_not_missed():
 
 @pytest.mark.covers("S3.40", "S3.41", "S3.56")
 def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range():
-    """As the quickstart's end: training 0.14, validation 0.09, where 0.5 to 1.5 is usual for a
-    pretrained model.
+    """The losses are those of the quickstart's end: training 0.14, validation 0.09. For a
+    pretrained model, 0.5 to 1.5 is usual.
     """
     log = sft_run(2)
     steps = log.series["train/loss"].steps

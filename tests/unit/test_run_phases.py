@@ -28,14 +28,14 @@ LIMITS = [
 
 @pytest.fixture
 def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[Status]:
-    """Of a launcher of two ranks, as its ranks see it."""
+    """Return the status of a launcher of two ranks, as its ranks see it."""
     with new_status(2) as made:
         monkeypatch.setenv(VARIABLE, made.address)
         yield made
 
 
 class ReachedError(Exception):
-    """As far as the test goes."""
+    """Raised where the tested part of a run ends."""
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def rows(run_dir: Path, name: str) -> list[dict[str, str]]:
 
 @pytest.fixture
 def summaries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged of epochs that end."""
+    """Return the summaries that are logged at the end of epochs."""
     found: list[str] = []
     monkeypatch.setattr(tracking_histories.logger, "info", lambda text, *a: found.append(text % a))
     return found

@@ -81,15 +81,15 @@ budget:latency_rising | latency            | 1    | warn  | controller      | pe
 loss_diverging:epochs | loss 11            | 1    | fail  | controller      | diverges | the loss rises: stop the run
 grad_vanish           | grad               | -100 | warn  |                 | vanished | the gradient vanishes
 entropy_collapse      | entropy            | -8   | warn  | grpo controller | explores | the policy stops exploring
-entropy_rise          | entropy            | 4    | warn  | grpo controller | random | the policy's texts turn random
-grad_high:rise        | grad               | 10   | warn  |                 | unstable | the gradient explodes
+entropy_rise          | entropy            | 3    | warn  | grpo controller | random | the policy's texts turn random
+grad_high:rise        | grad               | 6    | warn  |                 | unstable | the gradient explodes
 value_network:loss    | value_loss         | 10   | warn  |                 | values | the value network fails
 value_network:error   | value_error        | 10   | warn  |                 | values | the value network fails
 length_shift          | mean_length sudden | 1.4  | warn  | grpo            | endless | answers grow
 length_shift          | mean_length sudden | -1.4 | warn  | grpo            | short | answers shrink
 length_shift          | mean_length        | -2   | warn  | grpo            | short | answers shrink
-time_growth:slowdown  | tokens_per_s       | -1.5 | warn  |                 | slower | training gets slower
-time_growth:slowdown  | ordinary_time      | 1.5  | warn  |                 | slower | training gets slower
+time_growth:slowdown  | tokens_per_s       | -1.3 | warn  |                 | slower | training gets slower
+time_growth:slowdown  | ordinary_time      | 1.3  | warn  |                 | slower | training gets slower
 """
 """The column `by` holds the factor of the move, negative for a fall; with 1, any move beyond the
 noise counts. A number after the metric is the number of points that the move must have lasted.

@@ -1,5 +1,6 @@
 """Checks of the loss, the gradient norm and the learning rate."""
 
+import math
 from collections.abc import Iterable
 from itertools import chain
 
@@ -60,6 +61,11 @@ SWING = 0.5
 POLICY_SWING = 2.0
 """A loss swings violently if it changes by this share of itself from point to point. A policy's
 loss does so if its size exceeds the second value.
+"""
+HIDDEN_FALL = 0.1
+MISSING_START = 0.25
+"""A loss is not expected to fall if its noise can hide a fall by the first share, or if the log
+lacks at least the second share of the steps because it began at a resume.
 """
 GUESSING = 7
 GUESSING_FALL = 0.1
@@ -128,9 +134,17 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
     is_warming_up = is_at_peak and run.last_step < run.total_steps
     first = bins(within(losses, 0, START_STEPS), NUM_STRETCHES)
     course = slope(losses)
+    # two standard errors of the change of a fitted line
+    hidden = 2 * noise(losses.values) * math.sqrt(12 / len(losses))
+    is_unclear = hidden > HIDDEN_FALL * abs(course.level)
+    is_rest = losses.steps[0] > MISSING_START * run.last_step
     is_guessing = course.level > GUESSING and course.relative_change > -GUESSING_FALL
     falls = not is_guessing and (is_falling(losses) or is_falling(before))
-    if not falls and not is_warming_up and (rise is None or len(before) >= NUM_EARLY):
+    if (
+        not falls
+        and not (is_warming_up or is_unclear or is_rest)
+        and (rise is None or len(before) >= NUM_EARLY)
+    ):
         yield warn(
             f"The loss does not fall: its level is {number(course.level)} over "
             f"{len(losses)} points.",

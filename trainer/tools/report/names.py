@@ -26,8 +26,9 @@ ROLES: Mapping[str, tuple[str, ...]] = _table("""
 loss            train/loss loss actor/pg_loss
 val_loss        val/loss eval/loss
 val_reward      val/reward_mean val/reward val/reward_total_mean val/score val/score/mean
-                val-core/<source>/reward/mean@<device>
+                val-core/<source>/reward/mean@<device> val/test_score/<source>
 val_accuracy    val/accuracy_mean val/accuracy val-core/<source>/acc/mean@<device>
+                val/rewards/accuracy/mean val/rewards/accuracy_reward/mean
 grad            train/grad_norm grad_norm
 lr              train/lr learning_rate
 epoch           progress/epoch train/epoch epoch
