@@ -165,9 +165,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(all_compiled, 1, tmp_path_factory.mktemp("compiled"), timeout_s=400)[0]
 
 
-@pytest.mark.parametrize(
-    "case", short_or_full(["windows", "adapters"], full=["windows", "adapters", "loop"])
-)
+@pytest.mark.parametrize("case", ["windows", "adapters", *short_or_full([], full=["loop"])])
 def test_compiled_layers_are_the_same_and_none_runs_uncompiled(compiled, case):
     """A compiled layer leaves out the loop over documents; adapters come with another loss."""
     found = compiled[case]
