@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 177_200, "tests": 252_600}
+MAX_TOKENS = {"trainer": 177_300, "tests": 252_700}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -291,3 +291,15 @@ def test_a_flat_loss_is_not_told_in_the_rest_of_a_run_or_in_noise():
     assert is_told(0.05, 100)
     assert not is_told(0.05, 2000, first_step=5000)
     assert not is_told(0.3, 100)
+
+
+def test_the_loss_of_a_policy_may_rise_with_its_kl():
+    log = grpo_run(0)
+    rising = {"train/loss": np.linspace(0.001, 0.05, log.num_rows)}
+    assert "loss_diverging" not in told(analyse(changed(log, **rising)))
+
+
+def test_a_loss_of_zero_beside_a_gradient_that_is_not_a_number_hides_a_nan():
+    """transformers replaces a NaN loss."""
+    hidden = both(put("train/loss", slice(900, 920), 0.0), put("train/grad_norm", 900, np.nan))
+    assert analyse(sft(hidden)).top[0].id == "loss_nonfinite"

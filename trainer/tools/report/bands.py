@@ -48,6 +48,7 @@ course:budget         | violation 21-30    | ..0.3     | note  | controller | tr
 kl                    | kl 1               | ..5       | note  |            | far | KL to the reference
 kl                    | kl                 | 0.01..    | note  |            | still | KL to the reference
 length_shift:shortest | min_length_ratio 1 | ..2       | note  |            | stops | Shortest length to usual
+clipped_ratio         | clipped_ratio      | ..0.3     | fail  | grpo       | cut_off | The share of answers cut off
 clipped_ratio         | clipped_ratio 1    | ..0.3     | fail  | grpo       | cut_off | The share of answers cut off
 clipped_ratio:cap     | at_cap all mean    | ..0.2     | warn  | grpo       | no_end | The share of points at the cap
 clipped_ratio:cap     | at_cap all mean    | ..0.002   | note  | grpo       | no_end | The share of points at the cap
@@ -72,7 +73,7 @@ _MOVES = """
 # id                  | metric             | by   | level | profile         | reason | what it means
 reward_trend:collapse | reward             | -1   | warn  | grpo controller | diverges | the reward falls
 reward_hacking:right  | correct            | -1   | warn  | grpo            | games | fewer answers are correct
-reward_trend:scatter  | reward_std         | 2    | warn  | grpo            | scatter | rewards scatter
+reward_trend:scatter  | reward_std         | 3    | warn  | grpo            | scatter | rewards scatter
 accuracy:collapse     | accuracy           | -1   | warn  | controller      | diverges | the accuracy falls
 val_results:reward    | val_reward         | -1   | warn  |                 | diverges | the held-out reward falls
 val_results:accuracy  | val_accuracy       | -1   | warn  |                 | diverges | the held-out accuracy falls

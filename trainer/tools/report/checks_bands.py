@@ -12,8 +12,8 @@ from trainer.tools.report.checks import START_STEPS, Check, Findings, finding_of
 from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Finding
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.shapes import Move, began, beyond, shift
-from trainer.tools.report.statistics import is_rising, slope, within
+from trainer.tools.report.shapes import Move, began, beyond, has_risen, shift
+from trainer.tools.report.statistics import slope, within
 
 NUM_ENDS = 10
 """The median of this many last points represents the end of a curve."""
@@ -24,8 +24,6 @@ GROWTH_P = 0.01
 """Growth raises an alarm only if its p-value is below this."""
 FEW_CUT_OFF = 0.1
 """Share of answers that reach the cap, below which the longest answer says nothing."""
-LONG_SHARE = 0.2
-"""A result that was better for this share of the points has improved, even if it fell again."""
 NUM_SUDDEN = 5
 """A move is sudden if it takes at most this many points."""
 
@@ -123,11 +121,18 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
         return
     if row.role == "ordinary_time" and _answers_grew(run, found):
         return
+    if row.role == "correct" and _is_lost(run.find("reward")):
+        return
     title = (
         f"{run.name(row.role)} went from {number(found.before)} to {number(found.after)} after "
         f"step {found.at}: {row.what}."
     )
     yield _finding(row, run, title, steps=(found.at, found.steps[1]), value=found.after)
+
+
+def _is_lost(rewards: Series) -> bool:
+    fall = shift(rewards, sign=-1)
+    return bool(fall and fall.is_lasting)
 
 
 def _answers_grew(run: AnalysedRun, slower: Move) -> bool:
@@ -159,10 +164,7 @@ def _grows(row: Row, run: AnalysedRun, _: Series) -> Findings:
 def _stays(row: Row, run: AnalysedRun, _: Series) -> Findings:
     """Find a result that never improves: it has no rising trend and no rise to a plateau."""
     points = run.levels(row.role)
-    rise = shift(points, sign=1)
-    is_long = rise is not None and len(within(points, *rise.steps)) > LONG_SHARE * len(points)
-    has_risen = is_rising(points) or is_long
-    if len(points) >= row.width and not has_risen:
+    if len(points) >= row.width and not has_risen(points):
         title = f"{row.what} does not rise; its level is {number(np.median(points.values))}."
         yield _finding(row, run, title, steps=points.ends)
 

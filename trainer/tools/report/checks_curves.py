@@ -52,8 +52,8 @@ it.
 LOW_LOSS = 0.02
 """A loss below `LEAST_RISE` diverges if it doubles, but at least by this many nats."""
 POLICY_RISE = 0.5
-"""The rise at which a loss that changes its sign diverges. Such a loss can rise because it contains
-a growing KL penalty.
+"""The rise at which the loss of a policy, or one that changes its sign, diverges. Such a loss can
+rise because it contains a growing KL penalty.
 """
 EXPLOSION = 20
 """A gradient norm above this many times its usual level is an explosion."""
@@ -199,7 +199,8 @@ def rise_of(losses: Series) -> Move | None:
 def diverging(run: AnalysedRun, losses: Series) -> Findings:
     """Find a loss that rose above its best level, whether it stayed there or came back."""
     rise = rise_of(losses)
-    if rise is None:
+    least = POLICY_RISE if run.profile == "grpo" else 0
+    if rise is None or rise.after - rise.before < least:
         return
     is_early = len(within(losses, 0, rise.at)) < NUM_EARLY
     back = "did not come back" if rise.is_lasting else f"came back after step {rise.steps[1]}"

@@ -16,13 +16,13 @@ from trainer.tools.report.checks import (
 from trainer.tools.report.formatting import counted, interval, listed, number
 from trainer.tools.report.result import Mover
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.shapes import began, onset
+from trainer.tools.report.shapes import began, has_risen, onset
 from trainer.tools.report.statistics import finite, is_rising, slope
 from trainer.tools.report.vocabulary import meaning
 from trainer.tools.report.words import how_common, moved_along, story, why_recovered
 
 KL_FAR = 10
-_FORMAT = re.compile(r"(format|tag).*reward|reward.*(format|tag)", re.IGNORECASE)
+_FORMAT = re.compile(r"(?!.*std$)((format|tag).*reward|reward.*(format|tag))", re.IGNORECASE)
 
 
 @finding("kl", "kl")
@@ -94,7 +94,7 @@ def format_hacking(run: AnalysedRun) -> Findings:
         values = finite(run.log.series[key])
         form = slope(values)
         is_learnt = is_rising(values) and form.relative_change > 0.05
-        if is_learnt and not is_rising(right):
+        if is_learnt and not has_risen(right):
             yield warn(
                 f"{key} rises by {number(form.change)} while the share of correct answers does not.",
                 id=key,

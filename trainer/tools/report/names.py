@@ -56,7 +56,9 @@ reward          reward train/reward train/reward_total_mean train/reward_mean re
                 critic/score/mean critic/rewards/mean
 format          rewards/Format/mean train/reward_format_mean train/tag_count_reward_mean
 correct         train/reward_correct_mean rewards/accuracy/mean rewards/accuracy_reward/mean
-                rewards/AnswerMatchCosine/mean
+                rewards/AnswerMatchCosine/mean rewards/<name>accuracy/mean
+                rewards/accuracy<name>/mean rewards/correct<name>/mean rewards/<name>correct/mean
+                rewards/<name>answer/mean
 accuracy        train/accuracy_mean accuracy_mean train/accuracy
 latency         train/latency_mean latency_mean
 violation       train/budget_violation_rate budget_violation_rate

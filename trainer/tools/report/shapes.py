@@ -10,7 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.statistics import Floats, Ints, Mask, noise, rolling, runs
+from trainer.tools.report.statistics import (
+    Floats,
+    Ints,
+    Mask,
+    is_rising,
+    noise,
+    rolling,
+    runs,
+    within,
+)
 from trainer.train.detection.window import spread
 
 NUM_WINDOWS = 20
@@ -29,6 +38,8 @@ BAND_SIGMA = 3
 """A level is beyond a band if it is this many standard deviations of a level outside."""
 MIN_COURSE = 8
 """Fewer points than this show a level but not a course."""
+LONG_SHARE = 0.2
+"""A result that was better for this share of the points has improved, even if it fell again."""
 MIN_SLACK_GAP = 5
 """Regular gaps may differ by one point if they are at least this long."""
 ALMOST_ZERO = 1e-12
@@ -146,6 +157,13 @@ def shift(
         after=math.exp(after) if is_log else after,
         is_lasting=is_lasting,
     )
+
+
+def has_risen(series: Series) -> bool:
+    """Return whether a series rises, or was higher for `LONG_SHARE` of its points."""
+    rise = shift(series, sign=1)
+    num_better = len(within(series, *rise.steps)) if rise else 0
+    return is_rising(series) or num_better > LONG_SHARE * len(series)
 
 
 def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> int:
