@@ -73,7 +73,7 @@ _MOVES = """
 # id                  | metric             | by   | level | profile         | reason | what it means
 reward_trend:collapse | reward             | -1   | warn  | grpo controller | diverges | the reward falls
 reward_hacking:right  | correct            | -1   | warn  | grpo            | games | fewer answers are correct
-reward_trend:scatter  | reward_std         | 3    | warn  | grpo            | scatter | rewards scatter
+reward_trend:scatter  | reward_std         | 2.4  | warn  | grpo            | scatter | rewards scatter
 accuracy:collapse     | accuracy           | -1   | warn  | controller      | diverges | the accuracy falls
 val_results:reward    | val_reward         | -1   | warn  |                 | diverges | the held-out reward falls
 val_results:accuracy  | val_accuracy       | -1   | warn  |                 | diverges | the held-out accuracy falls
