@@ -43,7 +43,6 @@ STEPS = (
     "trainer.save_freq=1",
     "trainer.test_freq=1",
     "trainer.logger=[console]",
-    "model.compile=false",
 )
 MEANT = {
     "Qwen/Qwen2.5-0.5B-Instruct": "model",
@@ -86,7 +85,7 @@ class Reader:
         pq.write_table(pa.Table.from_pylist(rows), self.root / "data/chats.parquet")
 
     def words_behind(self, words: list[str]) -> list[str]:
-        """Return the overrides of a tiny run, except for keys that the command sets itself."""
+        """Of a tiny run, but for the keys that stand there."""
         keys = {word.partition("=")[0] for word in words}
         return [word for word in self.tiny if word.partition("=")[0] not in keys]
 

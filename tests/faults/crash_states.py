@@ -171,8 +171,7 @@ class Disk:
         """Raises `KeyError` or `ValueError` for an impossible operation: the log is not complete."""
         path = operation.path
         kind = operation.kind
-        root = self._path.parts
-        is_inside = path.parts[: len(root)] == root and (path != self._path or kind == "fsync_dir")
+        is_inside = path.is_relative_to(self._path) and (path != self._path or kind == "fsync_dir")
         if kind in WITHOUT_EFFECT or not is_inside:
             return
         node = self._node(path if kind in ("write", "fsync", "fsync_dir") else path.parent)
@@ -201,7 +200,7 @@ class Disk:
 
     def _node(self, path: Path) -> Node:
         node = self._root
-        for name in path.parts[len(self._path.parts) :]:
+        for name in path.relative_to(self._path).parts:
             assert isinstance(node, Directory), f"{path}: {name} is below a file"
             node = node.now[name]
         return node

@@ -27,11 +27,12 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / room) for room in ("faults", "unit", "")]
@@ -212,14 +213,12 @@ class Job:
         """Above 0 the main rank is past its look at the lock."""
         self.held: lock.RunLock | None = None
         self.processes: list[Process] = []
-        self._is_over = False
         self.launcher = self._process("launcher")
         schedule.hub.spawn(self.launcher, self._launch)
 
     @property
     def is_over(self) -> bool:
-        self._is_over = self._is_over or all(process.is_over for process in self.processes)
-        return self._is_over
+        return all(process.is_over for process in self.processes)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -543,7 +542,7 @@ class Schedule:
         self.hub.pause(f"{place} {operation.path.name}")
         if "prepare" in thread.process.name:
             self.disk = None  # it takes files from elsewhere
-        elif self.disk is not None:
+        elif self.disk is not None and operation.path.is_relative_to(self.run_dir):
             with suppress(KeyError, ValueError):  # of a file that is not followed
                 self.disk.apply(operation)
 
@@ -733,14 +732,10 @@ def patched(schedule: Schedule) -> Iterator[None]:
         (manager, "load_state", lambda *args, **kwargs: None),
         *((module, "dist", dist) for module in (distributed, start, save, manager)),
     ]
-    real = [(place, name, getattr(place, name)) for place, name, _ in replaced]
-    try:
+    with ExitStack() as stack:
         for place, name, value in replaced:
-            setattr(place, name, value)
+            stack.enter_context(mock.patch.object(place, name, value))
         yield
-    finally:
-        for place, name, value in real:
-            setattr(place, name, value)
 
 
 @contextmanager

@@ -156,10 +156,18 @@ class Hub:
 
     def step(self) -> bool:
         """Let one thread run to its next operation; False if none is left that ever can."""
-        thread = self._last
-        stays = thread is not None and thread.can_run and self.chance.random() < STAY
-        if not stays and (thread := self._drawn()) is None:
+        self._bury()
+        able = [thread for thread in self._threads if thread.can_run]
+        if not able:
+            for thread in self._threads:
+                thread.process.suspended_until = None
+            deadlines = [t.deadline for t in self._threads if t.deadline is not None]
+            self.now = max([self.now, *sorted(deadlines)[:1]])
+            able = [thread for thread in self._threads if thread.can_run]
+        if not able:
             return False
+        stays = self._last in able and self.chance.random() < STAY
+        thread = self._last if stays else self.chance.choice(able)
         self.ticks += 1
         self.now += TICK_S
         self.on_tick(thread)
@@ -169,18 +177,6 @@ class Hub:
                 print(f"{self.ticks:5} {thread.process.name:14} {thread.place}")
             thread.greenlet.switch()
         return True
-
-    def _drawn(self) -> Thread | None:
-        """Return any thread that can run; if none can, one that waits no longer."""
-        self._bury()
-        able = [thread for thread in self._threads if thread.can_run]
-        if not able:
-            for thread in self._threads:
-                thread.process.suspended_until = None
-            deadlines = [t.deadline for t in self._threads if t.deadline is not None]
-            self.now = max([self.now, *sorted(deadlines)[:1]])
-            able = [thread for thread in self._threads if thread.can_run]
-        return self.chance.choice(able) if able else None
 
     def close(self) -> None:
         """End all threads after the schedule; else their frames would stay in memory."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import each, run_ranks
-from sweeps import is_full, short_or_full
+from sweeps import short_or_full
 from test_adapters import plain_model, write_adapter
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,7 +60,7 @@ def worst(
 
 
 class Compiled(NamedTuple):
-    """The comparison of a compiled model with the uncompiled one."""
+    """What comes of a compiled model beside the same one uncompiled."""
 
     difference: float
     """Worst of losses and gradients."""
@@ -104,8 +104,8 @@ def compiled_like_plain(
 
 
 def all_compiled(world: Any, root: Path) -> dict[str, Any]:
-    """Run `compiled_like_plain` on each case in one process, because importing the compiler takes
-    longer than a case.
+    """What `compiled_like_plain` finds of each case, one after the other: to import the compiler
+    takes longer.
     """
     window = {
         "sliding_window": 4,
@@ -113,17 +113,17 @@ def all_compiled(world: Any, root: Path) -> dict[str, Any]:
         "layer_types": ["sliding_attention", "full_attention"],
     }
     windowed = write_model_config(root / "window", "gemma3_text", **window)
+    looped = write_model_config(root / "loop", "lfm2", layer_types=["conv", "full_attention"])
     one_layer = write_model_config(root / "plain", num_hidden_layers=1)
     path = write_adapter(plain_model(one_layer.path), root / "adapter")
+    loop_shapes = short_or_full([[0, 1, 2, 3]], full=[[0, 1, 2, 3], []])
     found: dict[str, Any] = {
         "windows": compiled_like_plain(world, windowed, SHAPES, enable_gradient_checkpointing=True),
+        "loop": compiled_like_plain(world, looped, loop_shapes),
         "adapters": compiled_like_plain(
             world, one_layer, SHAPES[:3], lora_adapter_path=path, loss="dft"
         ),
     }
-    if is_full():
-        looped = write_model_config(root / "loop", "lfm2", layer_types=["conv", "full_attention"])
-        found["loop"] = compiled_like_plain(world, looped, [[0, 1, 2, 3], []])
     torch.compiler.reset()
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         try:
@@ -165,7 +165,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(all_compiled, 1, tmp_path_factory.mktemp("compiled"), timeout_s=400)[0]
 
 
-@pytest.mark.parametrize("case", ["windows", "adapters", *short_or_full([], full=["loop"])])
+@pytest.mark.parametrize("case", ["windows", "loop", "adapters"])
 def test_compiled_layers_are_the_same_and_none_runs_uncompiled(compiled, case):
     """A compiled layer leaves out the loop over documents; adapters come with another loss."""
     found = compiled[case]
@@ -183,9 +183,8 @@ def test_compiled_layers_are_not_compiled_again_for_every_batch(compiled):
 def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
     compiled,
 ):
-    """The model has one layer. Each of its 7 matrices takes part in two products, for its input and
-    itself. The head computes its own earlier, in the forward pass.
-    """
+    """Of one layer: each of its 7 matrices takes part in two products, for its input and itself.
+    The head has its own before, in the forward pass."""
     for how in ("backward", "selective"):
         found = compiled[how]
         assert found.difference < 1e-5 and 0 < found.num_frames == found.num_ok, how

@@ -4,7 +4,6 @@ need no torch.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -111,8 +110,11 @@ def write_unfinished(run_dir: Path, step: int, *, world_size: int = 2) -> Path:
 
 def files_of(directory: Path) -> dict[str, bytes]:
     """Relative path to bytes of every file below a directory."""
-    paths = (f"{folder}/{name}" for folder, _, names in os.walk(directory) for name in names)
-    return {path.removeprefix(f"{directory}/"): Path(path).read_bytes() for path in paths}
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def is_whole(path: Path) -> bool:
