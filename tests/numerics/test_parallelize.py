@@ -60,7 +60,7 @@ def worst(
 
 
 class Compiled(NamedTuple):
-    """What comes of a compiled model beside the same one uncompiled."""
+    """The comparison of a compiled model with the uncompiled one."""
 
     difference: float
     """Worst of losses and gradients."""
@@ -104,8 +104,8 @@ def compiled_like_plain(
 
 
 def all_compiled(world: Any, root: Path) -> dict[str, Any]:
-    """What `compiled_like_plain` finds of each case, one after the other: to import the compiler
-    takes longer.
+    """Run `compiled_like_plain` on each case in one process, because importing the compiler takes
+    longer than a case.
     """
     window = {
         "sliding_window": 4,
@@ -183,8 +183,9 @@ def test_compiled_layers_are_not_compiled_again_for_every_batch(compiled):
 def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
     compiled,
 ):
-    """Of one layer: each of its 7 matrices takes part in two products, for its input and itself.
-    The head has its own before, in the forward pass."""
+    """The model has one layer. Each of its 7 matrices takes part in two products, for its input and
+    itself. The head computes its own earlier, in the forward pass.
+    """
     for how in ("backward", "selective"):
         found = compiled[how]
         assert found.difference < 1e-5 and 0 < found.num_frames == found.num_ok, how

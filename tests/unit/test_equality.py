@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from finished_runs import (
 from whole_equality import compare_runs
 
 from trainer.checkpoint import layout
+from trainer.tools.verify import training
+from trainer.tools.verify.runs import ShortRun
 from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, MetricsRow
 
 States = list[dict[str, dict[str, Any]]]
@@ -61,6 +64,23 @@ def moment(states: States, rank: int) -> torch.Tensor:
 
 def weight(states: States, rank: int) -> torch.Tensor:
     return states[rank]["model"][NAMES[0]]._local_tensor
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+def test_a_wrong_resume_and_random_sums_are_told_apart(runs, tmp_path, monkeypatch, is_random):
+    straight, killed = (ShortRun(run_dir) for run_dir in runs)
+    again = ShortRun(write_run(tmp_path / "again"))
+    for run in (killed, *[again] * is_random):
+        log_again(run.run_dir, 1, loss=9.0)
+    monkeypatch.setattr(training, "NUM_STEPS", STEPS)
+    three = Mock(straight=straight)
+    three.train_killed.return_value = killed, 4, 4
+    three.train.return_value = again
+    found = training.check_resume(three)
+    what, fix = (
+        ("not deterministic", "trainer.deterministic") if is_random else ("first at step 1", "")
+    )
+    assert found.level == "fail" and what in found.what and fix in found.fix
 
 
 def test_equal_runs_have_no_difference(runs):
