@@ -185,6 +185,14 @@ def test_the_planned_steps_of_other_trainers_are_known(tmp_path, name, lines):
     assert told(analyse(run))["run_complete:steps"].steps == (149, 149)
 
 
+def test_steps_of_an_environment_are_no_planned_steps(tmp_path):
+    log: Path = tmp_path / "log.jsonl"
+    log.write_text(
+        "".join(f'{{"step": {n}, "total_steps": {512 * n}, "loss": 1}}\n' for n in STEPS)
+    )
+    assert read_run(log).total_steps is None
+
+
 def test_answers_that_get_worse_while_the_reward_rises_are_told():
     num_rows = grpo_run(0).num_rows
     noise = RNG.normal(0, 0.02, num_rows)
@@ -282,15 +290,16 @@ def test_a_loss_that_stays_at_the_level_of_guessing_is_told():
 
 
 def test_a_flat_loss_is_not_told_in_the_rest_of_a_run_or_in_noise():
-    def is_told(noise: float, num_points: int, first_step: int = 1) -> bool:
+    def is_judged(noise: float, num_points: int, first_step: int = 1) -> bool:
         steps = np.arange(first_step, first_step + num_points)
         losses = Series(steps, 1.2 + RNG.normal(0, noise, num_points))
         report = analyse(replace(healthy("sft"), series={"train/loss": losses}))
+        assert next(line for line in report.checklist if line.id == "loss_falls").status != "pass"
         return "loss_not_falling" in serious(report)
 
-    assert is_told(0.05, 100)
-    assert not is_told(0.05, 2000, first_step=5000)
-    assert not is_told(0.3, 100)
+    assert is_judged(0.05, 100)
+    assert not is_judged(0.05, 2000, first_step=5000)
+    assert not is_judged(0.3, 100)
 
 
 def test_the_loss_of_a_policy_may_rise_with_its_kl():

@@ -294,7 +294,10 @@ class Row(NamedTuple):
     """A row of one of the tables in this module."""
 
     id: str
-    """Id of the finding. Of two findings with the same id, only the worse one is reported."""
+    """Id of the finding. Of two findings with the same id, only the worse one is reported, and of
+    equally bad ones that of the earlier row: it finds where a lasting fault begins, and a later row
+    finds short ones.
+    """
     role: str
     options: frozenset[str]
     """The words after the metric."""

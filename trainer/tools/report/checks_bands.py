@@ -131,6 +131,7 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
 
 
 def _is_lost(rewards: Series) -> bool:
+    """Return whether a reward falls for good: then wrong answers are no sign of hacking."""
     fall = shift(rewards, sign=-1)
     return bool(fall and fall.is_lasting)
 

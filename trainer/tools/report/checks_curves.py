@@ -64,8 +64,8 @@ loss does so if its size exceeds the second value.
 """
 HIDDEN_FALL = 0.1
 MISSING_START = 0.25
-"""A loss is not expected to fall if its noise can hide a fall by the first share, or if the log
-lacks at least the second share of the steps because it began at a resume.
+"""A flat loss is not judged if its noise can hide a fall of the first share, or if the log lacks
+more than the second share of the steps because it began at a resume.
 """
 GUESSING = 7
 GUESSING_FALL = 0.1
@@ -134,17 +134,10 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
     is_warming_up = is_at_peak and run.last_step < run.total_steps
     first = bins(within(losses, 0, START_STEPS), NUM_STRETCHES)
     course = slope(losses)
-    # two standard errors of the change of a fitted line
-    hidden = 2 * noise(losses.values) * math.sqrt(12 / len(losses))
-    is_unclear = hidden > HIDDEN_FALL * abs(course.level)
-    is_rest = losses.steps[0] > MISSING_START * run.last_step
     is_guessing = course.level > GUESSING and course.relative_change > -GUESSING_FALL
     falls = not is_guessing and (is_falling(losses) or is_falling(before))
-    if (
-        not falls
-        and not (is_warming_up or is_unclear or is_rest)
-        and (rise is None or len(before) >= NUM_EARLY)
-    ):
+    is_expected = not is_warming_up and (rise is None or len(before) >= NUM_EARLY)
+    if not falls and is_expected and _can_show_fall(run, losses, course.level):
         yield warn(
             f"The loss does not fall: its level is {number(course.level)} over "
             f"{len(losses)} points.",
@@ -160,6 +153,19 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
             cause="A long warm-up, or noise larger than the progress of so few steps.",
             remedy=("Nothing to do if the learning rate was still warming up.",),
         )
+    elif not falls and is_expected:
+        raise NotJudged(
+            "the log lacks the first quarter of the steps, or the loss is too noisy to show a fall"
+        )
+
+
+def _can_show_fall(run: AnalysedRun, losses: Series, level: float) -> bool:
+    """Return whether a log would show that its loss falls: it has the start of the run, and two
+    standard errors of the change of a fitted line are at most `HIDDEN_FALL` of the level.
+    """
+    error = noise(losses.values) * math.sqrt(12 / len(losses))
+    is_clear = 2 * error <= HIDDEN_FALL * abs(level)
+    return is_clear and losses.steps[0] <= MISSING_START * run.last_step
 
 
 def rise_of(losses: Series) -> Move | None:

@@ -70,7 +70,8 @@ STATUS = {"fail": "fail", "warn": "fail", "note": "note", "info": "unknown"}
 def ordered(found: Iterable[Finding], *, slack: int) -> tuple[Finding, ...]:
     """Sort findings by level, and put each cause before its effects.
 
-    Of several findings with the same id, only the worst counts. The finding that begins first is
+    Of several findings with the same id, only the worst counts, and of equally bad ones the first.
+    The finding that begins first is
     the cause; among those that begin within `slack` steps of each other, the first in `CHAIN` is. A
     warning that explains a fatal finding becomes fatal too.
     """

@@ -26,8 +26,8 @@ def read_json_lines(path: Path, store: Store) -> None:
         step = row.get(step_key(row) or "")
         if total := as_step(str(step).partition("/")[2]):  # the total in "2800/6000"
             store.facts |= {"source": "ms-swift", "total_steps": total, "notes": NOTES}
-        elif total := as_step(row.get("total_steps")):  # of LLaMA-Factory
-            store.facts["total_steps"] = total
+        elif "current_steps" in row:  # of LLaMA-Factory
+            store.facts["total_steps"] = as_step(row.get("total_steps")) or None
         start = as_step(step)
         if row.get("kind") in metrics_file.MARKERS and start is not None:
             store.rewind(start, is_restart=row["kind"] == metrics_file.START)
