@@ -55,7 +55,7 @@ def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(source, tmp
 
 @dataclass(frozen=True)
 class Story:
-    """The experience of one rank: the duration of the save that met the stop, the outcomes of all
+    """The record of one rank: the duration of the save that met the stop, the outcomes of all
     saves, and the error that ended the run.
     """
 

@@ -82,7 +82,7 @@ def test_no_operation_waits_for_the_device(steps, name):
 def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_first(
     steps,
 ):
-    """docs/gpu.md and the plan say so: a few large micro-batches are better."""
+    """So a few large micro-batches are better, as docs/gpu.md and the plan say."""
     back = [
         copy
         for copy in steps("offload")["copies"]
