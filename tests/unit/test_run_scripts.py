@@ -110,3 +110,8 @@ def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path):
     )
     assert result.returncode == 2
     assert "did you mean 'data.train_batch_size'?" in result.stderr
+
+
+def test_bytecode_is_written_at_the_installation_where_python_may_not_write_it(tmp_path):
+    _, calls = Checkout(tmp_path).run(PYTHONDONTWRITEBYTECODE="1")
+    assert [call.split()[5] for call in calls if "-m pip install" in call] == ["--compile"] * 2
