@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 177_300, "tests": 252_900}
+MAX_TOKENS = {"trainer": 178_500, "tests": 254_000}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

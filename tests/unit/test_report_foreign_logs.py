@@ -15,6 +15,7 @@ from report_faults import Change, both, healthy, put, serious, sft, times, told,
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.learning_rate import raised_rates
 from trainer.tools.report.readers import read_run
+from trainer.tools.report.readers.parsing import guessed
 from trainer.tools.report.run_log import RunLog, Series
 
 STEPS = np.arange(1, 2001)
@@ -106,6 +107,14 @@ def test_steps_that_take_longer_because_answers_do_are_not_told():
     assert not any(id_.startswith("time_growth") for id_ in serious(analyse(longer)))
 
 
+def test_fewer_tokens_per_second_because_answers_are_shorter_are_not_told():
+    fall = np.where(np.arange(grpo_run(0).num_rows) < 700, 1.0, 0.4)
+    log = changed(grpo_run(0), **{"throughput/train/tokens_per_s": 1e4 * fall})
+    assert "time_growth:slowdown" in serious(analyse(log))
+    shorter = times("completions/mean_length", fall)(log)
+    assert "time_growth:slowdown" not in serious(analyse(shorter))
+
+
 def test_slow_steps_next_to_each_other_are_not_regular_work():
     """Logged every 10 steps: a slow stretch has a slow point every 10 steps."""
     log = sft_run(0)
@@ -175,6 +184,38 @@ LLAMA_FACTORY = [
 
 
 @pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("train/loss_step", "train/loss"),
+        ("Loss", "train/loss"),
+        ("dev_loss", "val/loss"),
+        ("lr-AdamW/pg1", "train/lr"),
+        ("seconds_per_step", "train/time(s)"),
+        ("cpu_memory_gb", "memory/cpu/rss_gib"),
+        ("system.proc.memory.rssMB", "memory/cpu/rss_gib"),
+        ("gpu_memory_allocated_gb", "memory/allocated_gib"),
+        ("tokens_per_second_per_gpu", "throughput/train/tokens_per_s_per_gpu"),
+        ("rollout/raw_reward", "reward"),
+        ("rollout/response_len/max", "tokens/response_length/max"),
+        ("aux_loss", None),
+        ("train/loss_epoch", None),
+        ("value_loss", None),
+        ("eval_steps_per_second", None),
+        ("rewards/margins", None),
+    ],
+)
+def test_names_that_no_table_holds_are_guessed_from_their_words(name, key):
+    assert guessed(name) == key
+
+
+def test_a_guessed_name_does_not_replace_a_known_one(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(f'{{"step": {n}, "loss": 1, "loss_step": 2}}\n' for n in range(9)))
+    series = read_run(log).series
+    assert series["train/loss"].values[0] == 1 and series["loss_step"].values[0] == 2
+
+
+@pytest.mark.parametrize(
     ("name", "lines"), [("verl.log", VERL), ("trainer_log.jsonl", LLAMA_FACTORY)]
 )
 def test_the_planned_steps_of_other_trainers_are_known(tmp_path, name, lines):
@@ -199,9 +240,57 @@ def test_answers_that_get_worse_while_the_reward_rises_are_told():
     rows = np.arange(num_rows)
     worse = np.where(rows < 0.6 * num_rows, 0.5, 0.1) + noise
     log = changed(grpo_run(0), **{"rewards/accuracy/mean": worse})
-    found = serious(analyse(log))["reward_hacking:right"]
+    found = serious(analyse(log))["reward_hacking:part:rewards/accuracy/mean"]
     onset = log.series["rewards/accuracy/mean"].steps[int(0.6 * num_rows)]
     assert found.steps is not None and abs(found.steps[0] - onset) <= 10
+
+
+@pytest.mark.parametrize(
+    ("key", "is_told"),
+    [("rewards/code_exec/mean", True), ("rewards/brevity/mean", False), ("rewards/chosen", False)],
+)
+def test_a_part_of_the_reward_that_is_lost_is_told_under_any_name(key, is_told):
+    """Answers may get longer, and preference training lowers both rewards."""
+    falls = np.where(np.arange(grpo_run(0).num_rows) < 700, 0.5, 0.1)
+    ids = serious(analyse(changed(grpo_run(0), **{key: falls}))).keys()
+    assert (f"reward_hacking:part:{key}" in ids) == is_told
+
+
+def test_a_reward_that_collapsed_and_came_back_is_told():
+    rows = np.arange(grpo_run(0).num_rows)
+    rewards = 0.2 + 0.6 * rows / len(rows) + RNG.normal(0, 0.02, len(rows))
+    lost = (rows >= 500) & (rows < 700)
+    log = grpo(put("reward", slice(None), np.where(lost, 0.05, rewards)))
+    found = serious(analyse(log))["reward_trend:collapse"]
+    assert found.steps is not None and "came back after step" in found.title
+    assert abs(found.steps[0] - log.series["reward"].steps[500]) <= 10
+
+
+def test_a_held_out_reward_that_rises_and_then_falls_is_told_from_its_peak():
+    rows = np.arange(20)
+    rewards = np.where(rows < 9, 0.3 + 0.05 * rows, 0.75 - 0.03 * (rows - 9))
+    steps = 60 * (rows + 1)
+    log = grpo_run(0)
+    log = replace(log, series={**log.series, "val/reward": Series(steps, rewards)})
+    found = serious(analyse(log))["val_results:reward"]
+    assert found.steps is not None and abs(found.steps[0] - steps[8]) <= 60
+
+
+@pytest.mark.parametrize("metric", ["completions/mean_length", "completions/clipped_ratio"])
+def test_a_slow_ramp_is_told_from_its_first_steps(metric):
+    num_rows = grpo_run(0).num_rows
+    since = ((np.arange(num_rows) - 400) / (num_rows - 500)).clip(0, 1)
+    ramps = {
+        "completions/mean_length": 400 * (1 - 0.9 * since) + RNG.normal(0, 8, num_rows),
+        "completions/clipped_ratio": 0.03
+        + 0.7 * since
+        + RNG.normal(0, 0.005, num_rows).clip(-0.02),
+    }
+    log = grpo(put(metric, slice(None), ramps[metric]))
+    found = [one for one in serious(analyse(log)).values() if one.metric == metric]
+    assert found and found[0].steps is not None
+    steps = log.series[metric].steps
+    assert abs(found[0].steps[0] - steps[400]) <= 0.05 * steps[-1]
 
 
 def test_the_entropy_of_an_sft_run_may_fall():
@@ -292,12 +381,14 @@ def test_a_loss_that_stays_at_the_level_of_guessing_is_told():
 def test_a_flat_loss_is_not_told_in_the_rest_of_a_run_or_in_noise():
     def is_judged(noise: float, num_points: int, first_step: int = 1) -> bool:
         steps = np.arange(first_step, first_step + num_points)
-        losses = Series(steps, 1.2 + RNG.normal(0, noise, num_points))
+        level = 1.2 - 0.012 * np.arange(num_points) / num_points
+        losses = Series(steps, level + RNG.normal(0, noise, num_points))
         report = analyse(replace(healthy("sft"), series={"train/loss": losses}))
         assert next(line for line in report.checklist if line.id == "loss_falls").status != "pass"
         return "loss_not_falling" in serious(report)
 
     assert is_judged(0.05, 100)
+    assert is_judged(0.05, 2000), "it drifts by 1 %"
     assert not is_judged(0.05, 2000, first_step=5000)
     assert not is_judged(0.3, 100)
 
@@ -312,3 +403,10 @@ def test_a_loss_of_zero_beside_a_gradient_that_is_not_a_number_hides_a_nan():
     """transformers replaces a NaN loss."""
     hidden = both(put("train/loss", slice(900, 920), 0.0), put("train/grad_norm", 900, np.nan))
     assert analyse(sft(hidden)).top[0].id == "loss_nonfinite"
+
+
+def test_a_flat_loss_beside_a_validation_loss_that_falls_is_not_told():
+    noisy = put("train/loss", slice(None), 1.2 + RNG.normal(0, 0.4, 2000))
+    falls = np.linspace(1.6, 1.2, 20)
+    assert "loss_not_falling" not in told(analyse(sft(both(noisy, validated(falls)))))
+    assert "loss_not_falling" in told(analyse(sft(both(noisy, validated(falls[::-1])))))

@@ -24,9 +24,10 @@ from trainer.tools.report.words import how_common, story
 
 NUM_TOP = 3
 SLACK_SHARE = 0.02
+MOST_SLACK = 0.1
 LEAST_SLACK = 10
-"""A cause may seem to begin after its effect by this share of the run, or by this many steps if
-that is more.
+"""A cause may seem to begin after its effect by the first share of the run, by the interval between
+validations up to the second share, or by this many steps, whichever is most.
 """
 VERDICTS = {"fail": "FAIL", "warn": "ATTENTION"}
 """Level of the worst finding -> verdict."""
@@ -39,7 +40,7 @@ def analyse(log: RunLog, *, profile: str = "auto") -> Report:
     kind = recognise_profile(log) if profile == "auto" else profile
     run = AnalysedRun(log, kind)
     found, unjudged = judge(run, CHECKS)
-    findings = ordered(found, slack=max(LEAST_SLACK, int(SLACK_SHARE * run.last_step)))
+    findings = ordered(found, slack=_slack(run))
     worst = findings[0].level if findings else ""
     verdict = VERDICTS.get(worst) or ("INSUFFICIENT" if too_little(run) else "OK")
     rates = run.find("lr")
@@ -66,6 +67,16 @@ def analyse(log: RunLog, *, profile: str = "auto") -> Report:
         insufficient=tuple(unjudged.items()),
         closing=_closing(run, verdict, findings),
     )
+
+
+def _slack(run: AnalysedRun) -> int:
+    """Return by how many steps a cause may seem to begin after its effect. Held-out results show
+    their effect only at the next validation.
+    """
+    evals = run.find("val_loss") or run.find("val_reward")
+    interval = int(np.median(np.diff(evals.steps))) if len(evals) > 1 else 0
+    most = int(MOST_SLACK * run.last_step)
+    return max(LEAST_SLACK, int(SLACK_SHARE * run.last_step), min(interval, most))
 
 
 def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:

@@ -265,11 +265,14 @@ def recognise_profile(log: RunLog) -> str:
     """Return the profile of a log.
 
     It is "controller" for rewards with latencies or budgets, "grpo" for rewards, a KL or
-    advantages, "sft" for a loss without rewards, and "generic" otherwise.
+    advantages, "sft" for a loss without rewards, and "generic" otherwise, also for preferences
+    (DPO), whose loss falls but has no usual range.
     """
     run = AnalysedRun(log, "generic")
     if run.key("violation") or (run.key("reward") and run.key("latency")):
         return "controller"
+    if "rewards/margins" in log.series:
+        return "generic"
     signs = ("reward", "kl", "update_kl", "clipped_ratio", "adv_mean")
     if any(map(run.key, signs)) or any(key.startswith("rewards/") for key in log.series):
         return "grpo"

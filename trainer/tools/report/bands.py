@@ -71,11 +71,10 @@ the median of its points, unless `mean` or `max` is given.
 
 _MOVES = """
 # id                  | metric             | by   | level | profile         | reason | what it means
-reward_trend:collapse | reward             | -1   | warn  | grpo controller | diverges | the reward falls
-reward_hacking:right  | correct            | -1   | warn  | grpo            | games | fewer answers are correct
+reward_trend:collapse | reward passing     | -1   | warn  | grpo controller | diverges | the reward falls
 reward_trend:scatter  | reward_std         | 2.4  | warn  | grpo            | scatter | rewards scatter
 accuracy:collapse     | accuracy           | -1   | warn  | controller      | diverges | the accuracy falls
-val_results:reward    | val_reward         | -1   | warn  |                 | diverges | the held-out reward falls
+val_results:reward    | val_reward passing | -1   | warn  |                 | diverges | the held-out reward falls
 val_results:accuracy  | val_accuracy       | -1   | warn  |                 | diverges | the held-out accuracy falls
 budget:rising         | violation          | 1    | warn  | controller      | penalty | more answers miss the budget
 budget:latency_rising | latency            | 1    | warn  | controller      | penalty | answers take longer and longer
@@ -83,18 +82,18 @@ loss_diverging:epochs | loss 11            | 1    | fail  | controller      | di
 grad_vanish           | grad               | -100 | warn  |                 | vanished | the gradient vanishes
 entropy_collapse      | entropy            | -8   | warn  | grpo controller | explores | the policy stops exploring
 entropy_rise          | entropy            | 3    | warn  | grpo controller | random | the policy's texts turn random
-grad_high:rise        | grad               | 6    | warn  |                 | unstable | the gradient explodes
+grad_high:rise        | grad passing       | 6    | warn  |                 | unstable | the gradient explodes
 value_network:loss    | value_loss         | 10   | warn  |                 | values | the value network fails
 value_network:error   | value_error        | 10   | warn  |                 | values | the value network fails
-length_shift          | mean_length sudden | 1.4  | warn  | grpo            | endless | answers grow
-length_shift          | mean_length sudden | -1.4 | warn  | grpo            | short | answers shrink
+length_shift          | mean_length sudden passing | 1.4 | warn | grpo         | endless | answers grow
+length_shift          | mean_length sudden passing | -1.4 | warn | grpo        | short | answers shrink
 length_shift          | mean_length        | -2   | warn  | grpo            | short | answers shrink
-time_growth:slowdown  | tokens_per_s       | -1.3 | warn  |                 | slower | training gets slower
-time_growth:slowdown  | ordinary_time      | 1.3  | warn  |                 | slower | training gets slower
+time_growth:slowdown  | tokens_per_s 16    | -1.3 | warn  |                 | slower | training gets slower
+time_growth:slowdown  | ordinary_time 16   | 1.3  | warn  |                 | slower | training gets slower
 """
 """The column `by` holds the factor of the move, negative for a fall; with 1, any move beyond the
 noise counts. A number after the metric is the number of points that the move must have lasted.
-`sudden` means that a slow move is not a fault.
+`sudden` means that a slow move is not a fault; `passing`, that a deep fall is one even if it passed.
 """
 
 _GROWTH = """
@@ -244,11 +243,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "Training diverges, or the policy has found a dead end.",
         "Stop, go back to {checkpoint}.",
         "lower_rate",
-    ),
-    "games": (
-        "The policy is rewarded for something other than correct answers.",
-        "Read answers from before and after that step with the rewards of each reward function.",
-        "Raise the weight of the reward for correct answers.",
     ),
     "scatter": (
         "Sampling has become unstable, or a reward function gives extreme values.",

@@ -24,6 +24,11 @@ GROWTH_P = 0.01
 """Growth raises an alarm only if its p-value is below this."""
 FEW_CUT_OFF = 0.1
 """Share of answers that reach the cap, below which the longest answer says nothing."""
+LASTING_SHARE = 0.02
+MOST = 0.75
+"""A move that passed counts if it lasts for the first share of the points; a fall, if it also takes
+the second share of what was gained.
+"""
 NUM_SUDDEN = 5
 """A move is sudden if it takes at most this many points."""
 
@@ -94,9 +99,16 @@ def _has_generalised(run: AnalysedRun, level: float) -> str:
 
 
 def _few_are_cut(run: AnalysedRun, _: float) -> str:
-    """In a large batch, the longest answer often reaches the cap while few answers do."""
+    """In a large batch, the longest answer often reaches the cap while few answers do. Where their
+    share is not known, few do if the usual answer is short.
+    """
     shares = run.find("clipped_ratio")
-    are_few = bool(shares) and np.median(shares.values) < FEW_CUT_OFF
+    if shares:
+        are_few = bool(np.median(shares.values) < FEW_CUT_OFF)
+    else:
+        lengths = run.find("mean_length").values
+        cap = run.find("max_length").values.max()
+        are_few = len(lengths) > 0 and bool(np.median(lengths) < cap / 2)
     return "few answers are cut off" if are_few else ""
 
 
@@ -115,36 +127,52 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
     points = run.levels(row.role)
     factor = float(row.range)
     found = shift(points, sign=1 if factor > 0 else -1, ratio=abs(factor))
-    if found is None or not found.is_lasting or len(within(points, *found.steps)) < row.width:
+    if found is None or len(within(points, *found.steps)) < row.width:
+        return
+    is_over = not found.is_lasting
+    if is_over and not ("passing" in row.options and _is_long(points, found)):
+        return
+    if _is_return(points, found, abs(factor)):
         return
     if "sudden" in row.options and not _is_sudden(points, found.steps[0], abs(factor)):
         return
-    if row.role == "ordinary_time" and _answers_grew(run, found):
+    if row.role in ("ordinary_time", "tokens_per_s") and _follows_lengths(run, found):
         return
-    if row.role == "correct" and _is_lost(run.find("reward")):
-        return
+    back = f" and came back after step {found.steps[1]}" if is_over else ""
     title = (
         f"{run.name(row.role)} went from {number(found.before)} to {number(found.after)} after "
-        f"step {found.at}: {row.what}."
+        f"step {found.at}{back}: {row.what}."
     )
     yield _finding(row, run, title, steps=(found.at, found.steps[1]), value=found.after)
 
 
-def _is_lost(rewards: Series) -> bool:
-    """Return whether a reward falls for good: then wrong answers are no sign of hacking."""
-    fall = shift(rewards, sign=-1)
-    return bool(fall and fall.is_lasting)
+def _is_long(points: Series, move: Move) -> bool:
+    return len(within(points, *move.steps)) >= LASTING_SHARE * len(points)
 
 
-def _answers_grew(run: AnalysedRun, slower: Move) -> bool:
-    """Return whether answers got longer by at least half as much, in logarithms, as steps did."""
+def _is_return(points: Series, move: Move, ratio: float) -> bool:
+    """Return whether a metric only goes back to where it began: for a move by a ratio, less than
+    half of the ratio in logarithms from it; for a fall that passed, it keeps a part of its gain.
+    """
+    start = np.median(points.values[: len(points) // 20 + 1])
+    if ratio == 1:
+        gain = move.before - start
+        return not move.is_lasting and bool(move.before - move.after < MOST * gain)
+    away = np.log(move.after / start) * np.sign(move.after - move.before)
+    return bool(away < np.log(ratio) / 2)
+
+
+def _follows_lengths(run: AnalysedRun, move: Move) -> bool:
+    """Return whether the lengths of answers changed in the same direction as a speed, by at least
+    half as much in logarithms.
+    """
     lengths = run.find("mean_length")
-    before = within(lengths, 0, slower.at).values
-    after = within(lengths, *slower.steps).values
+    before = within(lengths, 0, move.at).values
+    after = within(lengths, *move.steps).values
     if not len(before) or not len(after):
         return False
     growth = np.median(after) / max(np.median(before), 1.0)
-    return bool(growth**2 >= slower.after / slower.before)
+    return bool(2 * np.log(growth) / np.log(move.after / move.before) >= 1)
 
 
 def _grows(row: Row, run: AnalysedRun, _: Series) -> Findings:

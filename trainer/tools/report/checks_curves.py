@@ -56,16 +56,20 @@ POLICY_RISE = 0.5
 rise because it contains a growing KL penalty.
 """
 EXPLOSION = 20
-"""A gradient norm above this many times its usual level is an explosion."""
+"""A gradient norm above this many times its usual level is an explosion, unless most bursts stay
+below half of that: then it is the end of a heavy tail.
+"""
 SWING = 0.5
 POLICY_SWING = 2.0
 """A loss swings violently if it changes by this share of itself from point to point. A policy's
 loss does so if its size exceeds the second value.
 """
+LEAST_FALL = 0.02
 HIDDEN_FALL = 0.1
 MISSING_START = 0.25
-"""A flat loss is not judged if its noise can hide a fall of the first share, or if the log lacks
-more than the second share of the steps because it began at a resume.
+"""A flat loss is not judged if its noise can hide a fall of the first share (a quarter of it beside a
+validation loss that falls), or if the log lacks more than the second share of the steps because it
+began at a resume.
 """
 GUESSING = 7
 GUESSING_FALL = 0.1
@@ -135,7 +139,7 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
     first = bins(within(losses, 0, START_STEPS), NUM_STRETCHES)
     course = slope(losses)
     is_guessing = course.level > GUESSING and course.relative_change > -GUESSING_FALL
-    falls = not is_guessing and (is_falling(losses) or is_falling(before))
+    falls = not is_guessing and (_falls(losses) or _falls(before))
     is_expected = not is_warming_up and (rise is None or len(before) >= NUM_EARLY)
     if not falls and is_expected and _can_show_fall(run, losses, course.level):
         yield warn(
@@ -159,12 +163,20 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
         )
 
 
+def _falls(losses: Series) -> bool:
+    """Return whether a loss falls significantly, and by at least `LEAST_FALL` of its last level."""
+    tenth = len(losses) // 10 + 1
+    first, last = (np.median(part) for part in (losses.values[:tenth], losses.values[-tenth:]))
+    return is_falling(losses) and bool(first - last >= LEAST_FALL * abs(last))
+
+
 def _can_show_fall(run: AnalysedRun, losses: Series, level: float) -> bool:
     """Return whether a log would show that its loss falls: it has the start of the run, and two
     standard errors of the change of a fitted line are at most `HIDDEN_FALL` of the level.
     """
     error = noise(losses.values) * math.sqrt(12 / len(losses))
-    is_clear = 2 * error <= HIDDEN_FALL * abs(level)
+    hidden = HIDDEN_FALL / 4 if is_falling(run.find("val_loss")) else HIDDEN_FALL
+    is_clear = 2 * error <= hidden * abs(level)
     return is_clear and losses.steps[0] <= MISSING_START * run.last_step
 
 
@@ -308,9 +320,12 @@ def explosions(run: AnalysedRun, norms: Series) -> Findings:
     if not bursts:
         return
     usual = max(np.median(part) for part in np.array_split(norms.values, 3))
-    peak = max(chain(*bursts.values()), key=lambda mover: mover.peak_value)
+    movers = [*chain(*bursts.values())]
+    peak = max(movers, key=lambda mover: mover.peak_value)
+    typical = np.median([mover.peak_value for mover in movers])
     is_unclipped = run.is_configured and not run.setting("clip")
-    if is_unclipped or peak.peak_value > EXPLOSION * usual:
+    is_high = peak.peak_value > EXPLOSION * usual and typical > EXPLOSION * usual / 2
+    if is_unclipped or is_high:
         yield warn(
             f"Gradient explosions: the norm reached {number(peak.peak_value)} at step "
             f"{peak.peak_step}; the usual norm is {number(usual)}.",

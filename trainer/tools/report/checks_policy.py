@@ -16,13 +16,19 @@ from trainer.tools.report.checks import (
 from trainer.tools.report.formatting import counted, interval, listed, number
 from trainer.tools.report.result import Mover
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.shapes import began, has_risen, onset
+from trainer.tools.report.shapes import began, has_risen, onset, shift
 from trainer.tools.report.statistics import finite, is_rising, slope
 from trainer.tools.report.vocabulary import meaning
 from trainer.tools.report.words import how_common, moved_along, story, why_recovered
 
 KL_FAR = 10
 _FORMAT = re.compile(r"(?!.*std$)((format|tag).*reward|reward.*(format|tag))", re.IGNORECASE)
+
+_PART = re.compile(r"((train|val)/)?(rewards/.+|reward_.+)(?<!std)")
+_SILENT = re.compile(
+    "total|chosen|rejected|margin|format|tag|len|brev|concis|penalty|repet", re.IGNORECASE
+)
+"""Parts of a reward, and those whose fall is no fault: sums, preferences, forms and lengths."""
 
 
 @finding("kl", "kl")
@@ -34,7 +40,7 @@ def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     met = list(run.moved("kl"))
     # the few points after the first far one distinguish a jump from a ramp
     values = kl.values[: int(np.searchsorted(kl.steps, far.steps[0])) + 5]
-    start = onset(np.log(values) if values.min() > 0 else values, 0, len(values))
+    start = onset(np.log(values) if values.min() > 0 else values)
     peak = np.argmax(far.values)
     yield fail(
         f"The policy left its reference {counted(max(1, len(met)), 'time')}: KL up to "
@@ -103,5 +109,29 @@ def format_hacking(run: AnalysedRun) -> Findings:
                 cause="The policy learns the form of an answer, not its content: format hacking.",
                 remedy=(
                     "Lower the weight of the format reward, or give it only to correct answers.",
+                ),
+            )
+
+
+@finding("reward_hacking:part", "reward", profiles=("grpo",))
+def lost_parts(run: AnalysedRun, rewards: Series) -> Findings:
+    """Find parts of the reward that fall for good while the reward does not."""
+    whole = shift(rewards, sign=-1)
+    if whole is not None and whole.is_lasting:
+        return
+    for key, series in run.log.series.items():
+        is_part = _PART.fullmatch(key) and not _SILENT.search(key)
+        fall = shift(finite(series), sign=-1) if is_part else None
+        if fall is not None and fall.is_lasting:
+            yield warn(
+                f"{key} went from {number(fall.before)} to {number(fall.after)} after step "
+                f"{fall.at}, while the reward did not fall.",
+                id=key,
+                metric=key,
+                steps=fall.steps,
+                cause="The policy is rewarded for something other than correct answers.",
+                remedy=(
+                    "Read answers from before and after that step with the rewards of each reward function.",
+                    "Raise the weight of the reward for correct answers.",
                 ),
             )

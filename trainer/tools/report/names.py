@@ -118,6 +118,61 @@ throughput/train/tokens_per_s_per_gpu  perf/throughput tokens/train_per_sec_per_
 """)
 """Our key -> names in transformers, TRL, ms-swift, verl, ROLL and W&B."""
 
+_WORDS = """
+# our key                             | one word of each group     | may have, too
+train/loss                            | loss                       | batch ce lm nll running total
+val/loss                              | val loss                   | epoch lm
+train/lr                              | lr                         | adam w sgd pg group optimizer current
+train/grad_norm                       | grad norm                  | global total l
+train/time(s)                         | iter/step/batch time/sec   |
+time/train/data_s                     | data/loader time/wait/sec | load loading fetch
+throughput/train/tokens_per_s         | tokens sec                 | throughput
+throughput/train/tokens_per_s_per_gpu | tokens sec gpu             | throughput
+throughput/train/tokens_per_s_per_gpu | tgs                        | throughput
+throughput/train/tokens_per_s_per_gpu | tps gpu                    | throughput
+throughput/train/tokens_per_s         | tps                        | throughput
+memory/cpu/rss_gib                    | cpu/host mem/ram           | gb used max process system
+memory/cpu/rss_gib                    | rss/ram                    | cpu host mem gb process proc system
+memory/max_reserved_gib               | reserved                   | gpu mem gb max system
+memory/allocated_gib                  | mem gpu/allocated/active   | gpu allocated active gb used max system
+memory/allocated_gib                  | mem                        | gb used max system
+kl                                    | kl                         | actor policy ref divergence loss
+train/entropy                         | entropy                    | actor policy token loss
+clip_ratio                            | clipfrac                   | pg ppo actor policy
+completions/clipped_ratio             | truncated/clipped share    | rollout response
+reward                                | reward                     | total raw rollout
+reward_std                            | reward std                 | total rollout
+tokens/response_length/mean           | response length            | rollout
+tokens/response_length/max            | response length max        | rollout
+tokens/response_length/min            | response length min        | rollout
+val/reward                            | val reward                 |
+val/accuracy                          | val accuracy               |
+"""
+"""Words from which a name that no table holds is guessed: it has a word of each group and no words
+other than these, `train`, `step`, `mean`, `per` and `perf`.
+"""
+SYNONYMS = _table("""
+val       valid validation eval evaluation test dev
+lr        learningrate
+grad      gradient gradients
+iter      iteration
+sec       s secs seconds second
+tokens    token tok toks
+gpu       device cuda vram
+mem       memory
+gb        gib mb mib bytes
+loader    dataloader
+max       peak
+mean      avg average
+train     training
+reward    rewards
+response  completion completions answer answers
+length    len lengths
+accuracy  acc
+share     frac fraction ratio rate
+""")
+"""Word -> other words for it in the names of metrics."""
+
 _OPTIONS = """
 clip         | max_grad_norm | optim.clip_grad
 lr           | learning_rate | optim.lr
@@ -152,6 +207,11 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 In this trainer, reinforcement learning runs in the user's own loop, so its options are given in
 words instead of keys.
 """
+WORDS = [
+    (key, [set(group.split("/")) for group in groups.split()], set(more.split()))
+    for key, groups, more in rows_of(_WORDS)
+]
+"""Our key, the groups of words of which a name has one each, and words that it may have, too."""
 _COLUMNS = {"fsdp-sft": 1, "verl": 2}
 """Source of a log -> column of the table above. Other sources use the names of transformers."""
 

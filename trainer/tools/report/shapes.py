@@ -6,6 +6,7 @@ trends see `statistics.slope`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,12 +37,12 @@ SIGMA = 5
 """Two levels differ if they are more than this many standard deviations of a level apart."""
 BAND_SIGMA = 3
 """A level is beyond a band if it is this many standard deviations of a level outside."""
-MIN_COURSE = 8
-"""Fewer points than this show a level but not a course."""
 LONG_SHARE = 0.2
 """A result that was better for this share of the points has improved, even if it fell again."""
 MIN_SLACK_GAP = 5
 """Regular gaps may differ by one point if they are at least this long."""
+CLEAR_GAIN = 25
+"""A step or bend is clear if it explains this many times the variance of the noise."""
 ALMOST_ZERO = 1e-12
 """A step or bend that differs from a straight line by less than this share cannot be located."""
 TINY = np.finfo(float).tiny
@@ -66,8 +67,9 @@ def beyond(
     levels = of(windows, axis=1)
     deviation = spread(windows - np.median(windows, axis=1)[:, None])
     is_whole = width == len(series)
-    margin = 0 if is_whole else BAND_SIGMA * MEDIAN_SPREAD * deviation / math.sqrt(width)
-    begins, ends = runs(np.maximum(low - levels, levels - high) > margin)
+    chance = MEDIAN_SPREAD * deviation / math.sqrt(width)
+    excess = np.maximum(low - levels, levels - high)
+    begins, ends = runs(excess > (0 if is_whole else BAND_SIGMA * chance))
     if not len(begins):
         return None
     # the first window stands for all values before it
@@ -77,7 +79,10 @@ def beyond(
     outside = first + np.flatnonzero((values[first:] < low) | (values[first:] > high))
     begin = outside[0]
     if begins[0] and width >= LEAST_WIDTH:
-        begin = onset(values, max(0, first - 2 * width), first + width, is_level=True)
+        before = excess[: begins[0]]
+        is_usual = before <= np.median(before) + np.median(chance)
+        left = int(starts[np.flatnonzero(is_usual)[-1]])
+        begin = onset(values, first=max(0, left - 2 * width), last=first + width, is_level=True)
     return series[begin : outside[-1] + 1]
 
 
@@ -123,9 +128,12 @@ def shift(
     if len(series) < 2 * width:
         return None
     is_log = ratio != 1
-    values = sign * (np.log(np.maximum(series.values, TINY)) if is_log else series.values)
-    windows, starts = _windows(values, width)
-    levels = np.median(windows, axis=1)
+    windows, starts = _windows(series.values, width)
+    medians = np.median(windows, axis=1)
+    values, levels = (
+        sign * (np.log(np.maximum(numbers, TINY)) if is_log else numbers)
+        for numbers in (series.values, medians)
+    )
     # the best level of the windows that end before a window begins
     earlier = np.searchsorted(starts, starts - width, side="right") - 1
     best = np.minimum.accumulate(levels)[earlier.clip(0)]
@@ -147,8 +155,9 @@ def shift(
     highest = levels[begin:end].max()
     is_half = levels[begin:end] >= (best[begin] + highest) / 2
     high = int(starts[begin + np.argmax(is_half)])
-    is_level = width < MIN_COURSE
-    at = onset(values, max(0, low - (2 - is_level) * width), high + width, is_level=is_level)
+    # some falls are straight, others are straight in logarithms
+    courses = [values] if sign > 0 else [values, series.values]
+    at = onset(*courses, first=max(0, low - 2 * width), last=high + width, near=width)
     before, after = (sign * float(level) for level in (best[begin], highest))
     return Move(
         steps=series[at:stop].ends,
@@ -166,18 +175,50 @@ def has_risen(series: Series) -> bool:
     return is_rising(series) or num_better > LONG_SHARE * len(series)
 
 
-def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> int:
+class _Fit(NamedTuple):
+    """The step or bend that fits a stretch of values best."""
+
+    misfit: float
+    """What it leaves unexplained, divided by the square of the noise."""
+    place: int
+    gain: float
+    """What it explains beyond a straight course, divided by the square of the noise."""
+
+
+def onset(
+    *courses: Floats,
+    first: int = 0,
+    last: int | None = None,
+    is_level: bool = False,
+    near: int = 0,
+) -> int:
     """Return the index in [first, last) at which values leave their straight course.
 
     With `is_level`, they leave their constant level. Among all steps and bends, the one with the
-    best least-squares fit is chosen.
+    best least-squares fit is chosen. Of several `courses` of the same metric, such as its values
+    and their logarithms, the one counts whose misfit is smallest, compared with its noise.
+
+    A course may bend again soon after it left. So a clear step or bend within `near` points of the
+    index counts instead.
     """
+    fits = [(_fit(values, first, last, is_level=is_level), values) for values in courses]
+    best, values = min(fits, key=lambda fit: fit[0].misfit)
+    if near:
+        close = _fit(values, max(first, best.place - near), best.place + near, is_level=False)
+        if close.gain > CLEAR_GAIN:
+            return close.place
+    return best.place
+
+
+def _fit(values: Floats, first: int, last: int | None, *, is_level: bool) -> _Fit:
     points = values[first:last]
-    if len(points) < 6:
-        return first
-    line, _ = np.linalg.qr(np.vander(np.arange(len(points)), 1 if is_level else 2))
+    size = len(points)
+    if size < 6:
+        return _Fit(0.0, first, 0.0)
+    line, _ = np.linalg.qr(np.vander(np.arange(size), 1 if is_level else 2))
     left = points - line @ (line.T @ points)
-    num_after = np.arange(len(points), 0, -1.0)
+    unexplained = (left**2).sum()
+    num_after = np.arange(size, 0, -1.0)
     norms = (num_after, num_after * (num_after + 1) * (2 * num_after + 1) / 6)
     gains = []
     for norm in norms:  # of steps that begin at each index, then of bends, which are sums of steps
@@ -185,7 +226,11 @@ def onset(values: Floats, first: int, last: int, *, is_level: bool = False) -> i
         line = _tail_sums(line)
         apart = norm - (line**2).sum(axis=1)
         gains.append(left**2 / np.maximum(apart, ALMOST_ZERO * norm))
-    return first + 2 + int(np.argmax(np.maximum(*gains)[2:-1]))
+    explained = np.maximum(*gains)[2:-1]
+    best = np.argmax(explained)
+    variance = noise(points) ** 2 + TINY
+    gain = float(explained[best])
+    return _Fit((unexplained - gain) / variance, first + 2 + int(best), gain / variance)
 
 
 def _tail_sums(values: Floats) -> Floats:
@@ -195,7 +240,7 @@ def _tail_sums(values: Floats) -> Floats:
 
 def began(series: Series) -> int:
     """Return the step at which a long rise began, which is where the values leave their level."""
-    return int(series.steps[onset(series.values, 0, len(series), is_level=True)])
+    return int(series.steps[onset(series.values, is_level=True)])
 
 
 LEVEL_POINTS = 32

@@ -115,10 +115,8 @@ def _mann_kendall(values: Floats, score: float) -> float:
 
 
 def noise(values: Floats) -> float:
-    """Return the standard deviation around a slow trend, estimated from the differences between
-    neighbouring points.
-    """
-    return float(spread(np.diff(values))) / math.sqrt(2) if len(values) >= 3 else 0.0
+    """Return the standard deviation around a trend, estimated from the second differences."""
+    return float(spread(np.diff(values, n=2))) / math.sqrt(6) if len(values) >= 3 else 0.0
 
 
 def smooth(series: Series) -> Series:

@@ -7,6 +7,7 @@ from trainer.tools.report.names import ROLES
 from trainer.tracking import metrics
 from trainer.tracking.metrics.words import Metric, entry_of, split_reducer
 
+UNKNOWN = "Unknown metric."
 _ORDER = [key for keys in ROLES.values() for key in keys]
 
 
@@ -29,5 +30,10 @@ def meaning(key: str) -> Metric:
     spellings = (name, ours, f"train/{name}")
     own = map(metrics.find, spellings)
     foreign = (entry_of(spelling, metrics.FOREIGN) for spelling in (*spellings, bare))
-    unknown = Metric(key, "1", "none", "Unknown metric.")
+    unknown = Metric(key, "1", "none", UNKNOWN)
     return next(filter(None, chain(own, foreign)), unknown)
+
+
+def is_known(key: str) -> bool:
+    """Return whether a table holds an entry for a key."""
+    return meaning(key).meaning != UNKNOWN

@@ -1,4 +1,4 @@
-"""Reads the metrics that verl and ROLL print from captured console output."""
+"""Reads the metrics that verl, ROLL and torchtune print, from captured console output or files."""
 
 import re
 from pathlib import Path
@@ -12,8 +12,10 @@ VERL = re.compile(r"(?:^|[\s\r])step:(\d{1,15}) - (\S.*)")
 ROLL = re.compile(r"metrics_tag: (\{.*)")
 """`metrics_tag: {"step": 1, "metrics": {…}}`"""
 TOTAL = re.compile(r"Total training steps: (\d{1,15})")
+TORCHTUNE = re.compile(r"Step (\d{1,15}) \| (\S.*)")
+"""`Step 1 | loss:0.5 lr:1e-5 …`"""
 METRIC = re.compile(r"(\S+):(?:[\w.]+\()?([^\s()]+)")
-"""Matches a metric of verl. Its value may be printed as `np.float64(0.5)`."""
+"""Matches a metric of verl or torchtune. Its value may be printed as `np.float64(0.5)`."""
 
 
 def read_console(path: Path, store: Store) -> None:
@@ -27,6 +29,8 @@ def read_console(path: Path, store: Store) -> None:
                 store.facts["source"] = "roll"
             elif match := TOTAL.search(line):
                 store.facts["total_steps"] = int(match[1])
+            elif match := TORCHTUNE.match(line):
+                store.add(match[1], dict(METRIC.findall(match[2])))
             elif match := VERL.search(line):
                 store.add(match[1], dict(METRIC.findall(match[2])))
                 store.facts |= {"source": "verl", "notes": ("the console prints few digits",)}

@@ -5,13 +5,17 @@ from collections.abc import Collection
 from contextlib import suppress
 from functools import lru_cache
 
-from trainer.tools.report.names import ALIASES, STEP_KEYS
+from trainer.tools.report.names import ALIASES, STEP_KEYS, SYNONYMS, WORDS
 from trainer.tracking.metrics.words import split_reducer
 
+FILLERS = {"train", "step", "mean", "per", "perf"}
+"""Words that say nothing about a metric."""
+MEANINGS = {other: word for word, others in SYNONYMS.items() for other in others}
 MAX_STEP = 2**53
 MAX_NUMBER_LENGTH = 64
 """A string of this length or more is not parsed as a number."""
 UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+CLOCK = re.compile(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d)")
 BOOKKEEPING = {*STEP_KEYS, "attempt", "total_steps", "timestamp"} - {"epoch"}
 """Columns that are not metrics."""
 OUR_NAMES = {name: key for key, names in ALIASES.items() for name in names}
@@ -51,7 +55,10 @@ def as_number(value: object) -> float | None:
 
 @lru_cache(maxsize=4096)
 def _parse_number(text: str) -> float | None:
-    """Parse "0.5", "46.67%", "2800/6000" (2800) or "1h 2m 3s" (seconds)."""
+    """Parse "0.5", "46.67%", "2800/6000" (2800), "1h 2m 3s" or "1 day, 2:03:04" (seconds)."""
+    if clock := CLOCK.fullmatch(text):
+        days, hours, minutes, seconds = (float(part or 0) for part in clock.groups())
+        return 86400 * days + 3600 * hours + 60 * minutes + seconds
     text = re.sub(r"(\d+)\s*/\s*\d+|%", r"\1", text.strip())
     with suppress(ValueError, KeyError):
         if text[-1:] in UNITS_S:
@@ -74,3 +81,16 @@ def canonical(name: str) -> tuple[str, float]:
     for theirs, ours in SPELLINGS.items():
         name = re.sub(theirs, ours, name)
     return MIRRORS.get(name, (OUR_NAMES.get(name, name), 1.0))
+
+
+def guessed(name: str) -> str | None:
+    """Return our key for a metric name that no table holds, guessed from its words; None if they
+    do not say what it is.
+    """
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("learning_rate", "lr")
+    words = {MEANINGS.get(word, word) for word in re.findall("[a-z]+", text)}
+    for key, groups, more in WORDS:
+        has_all = all(words & group for group in groups)
+        if has_all and words <= FILLERS.union(more, *groups):
+            return key
+    return None

@@ -16,8 +16,10 @@ from trainer.tools.report.readers.parsing import (
     as_number,
     as_step,
     canonical,
+    guessed,
 )
 from trainer.tools.report.run_log import RunLog, Series, UnreadableLogError
+from trainer.tools.report.vocabulary import is_known
 
 MAX_KEYS = 20_000
 """The limit on metrics, so that a damaged file with new keys in each row cannot fill the memory."""
@@ -115,4 +117,8 @@ class Store:
             kept = order[np.diff(steps[order], append=MAX_STEP) > 0]
             if len(kept):
                 series.setdefault(key, Series(steps[kept], values[kept] * factor))
+        for name in [name for name in series if not is_known(name)]:
+            ours = guessed(name)
+            if ours is not None and ours not in series:
+                series[ours] = series.pop(name)
         return series
