@@ -344,11 +344,19 @@ def test_a_spike_of_some_points_is_no_wrong_resume():
     assert "loss_spike" in found and "loss_jump" not in found
 
 
-def test_a_rate_that_warms_up_again_in_the_middle_is_told():
+@pytest.mark.parametrize("at", [800, 1450])
+def test_a_rate_that_warms_up_again_is_told(at):
     cosine = (1 + np.cos(np.pi * STEPS / 2000)) / 2
-    again = np.where(STEPS > 800, np.minimum(1, (STEPS - 800) / 100) * cosine, cosine)
+    again = np.where(at < STEPS, np.minimum(1, (STEPS - at) / 100) * cosine, cosine)
     found = serious(analyse(rates(1e-5 * again)))["lr_schedule:restarted"]
-    assert found.steps is not None and found.steps[0] == 800
+    assert found.steps is not None and found.steps[0] == at
+
+
+def test_small_spikes_belong_to_a_fault_only_beside_a_large_one():
+    small = put("train/loss", slice(600, 601), 2.5)
+    assert "loss_spike" not in told(analyse(sft(small)))
+    found = serious(analyse(sft(both(small, put("train/loss", slice(1000, 1001), 8.0)))))
+    assert found["loss_spike"].steps == (601, 1001)
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,16 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
     grid = max((witness.series.steps for witness in witnesses), key=len)
     points = _qualified(witnesses, grid)
     clusters = np.split(points, np.flatnonzero(np.diff(points) > MERGE_POINTS) + 1)
-    found = (
+    found = [
         _anomaly(witnesses, grid, int(cluster[0]), int(cluster[-1]), total_steps)
         for cluster in clusters
         if len(cluster)
-    )
+    ]
     has_gradient = any(witness.group == "gradient" for witness in witnesses)
-    return tuple(one for one in found if not (has_gradient and _is_hard_batch(one)))
+    hard = [one for one in found if has_gradient and _is_hard_batch(one)]
+    # beside a real spike, smaller ones of the loss belong to the same fault
+    has_spike = any(one not in hard and one.metric in ROLES["loss"] for one in found)
+    return tuple(one for one in found if has_spike or one not in hard)
 
 
 def _witness(key: str, group: str, series: Series, *, is_generating: bool) -> Witness:

@@ -12,7 +12,7 @@ JUMP = 1.3
 """Neighbouring points with a ratio above this are a jump: no schedule rises as fast."""
 NUM_BEFORE = 5
 """A jump counts only after this many points: a warm-up from 0 first rises by any factor."""
-RESTART_SHARE = 0.25
+RESTART_SHARE = 0.15
 """A schedule with cycles falls to at most this share of its peak before it starts again."""
 MAX_STRETCHES = 8
 """A rate that jumps more often follows no schedule."""
