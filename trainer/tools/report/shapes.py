@@ -204,13 +204,13 @@ def onset(
     fits = [(_fit(values, first, last, is_level=is_level), values) for values in courses]
     best, values = min(fits, key=lambda fit: fit[0].misfit)
     if near:
-        close = _fit(values, max(first, best.place - near), best.place + near, is_level=False)
+        close = _fit(values, max(first, best.place - near), best.place + near)
         if close.gain > CLEAR_GAIN:
             return close.place
     return best.place
 
 
-def _fit(values: Floats, first: int, last: int | None, *, is_level: bool) -> _Fit:
+def _fit(values: Floats, first: int, last: int | None, *, is_level: bool = False) -> _Fit:
     points = values[first:last]
     size = len(points)
     if size < 6:
