@@ -16,7 +16,7 @@ from trainer.tools.report.analyse import analyse
 from trainer.tools.report.learning_rate import raised_rates
 from trainer.tools.report.readers import read_run
 from trainer.tools.report.readers.parsing import guessed
-from trainer.tools.report.run_log import RunLog, Series
+from trainer.tools.report.run_log import LogEvent, RunLog, Series
 
 STEPS = np.arange(1, 2001)
 RNG = np.random.default_rng(3)
@@ -197,6 +197,8 @@ LLAMA_FACTORY = [
         ("tokens_per_second_per_gpu", "throughput/train/tokens_per_s_per_gpu"),
         ("rollout/raw_reward", "reward"),
         ("rollout/response_len/max", "tokens/response_length/max"),
+        ("optim/grad_norm", "train/grad_norm"),
+        ("is_truncated/mean", "completions/clipped_ratio"),
         ("aux_loss", None),
         ("train/loss_epoch", None),
         ("value_loss", None),
@@ -418,3 +420,21 @@ def test_a_flat_loss_beside_a_validation_loss_that_falls_is_not_told():
     falls = np.linspace(1.6, 1.2, 20)
     assert "loss_not_falling" not in told(analyse(sft(both(noisy, validated(falls)))))
     assert "loss_not_falling" in told(analyse(sft(both(noisy, validated(falls[::-1])))))
+
+
+def test_a_loss_that_fell_early_and_rises_a_little_with_its_data_falls():
+    losses = 1.25 + 0.8 * np.exp(-STEPS / 100) + 0.05 * (STEPS > 700) + RNG.normal(0, 0.01, 2000)
+    assert "loss_not_falling" not in told(analyse(sft(put("train/loss", slice(None), losses))))
+
+
+@pytest.mark.parametrize(("num_points", "is_told"), [(10, True), (1000, False)])
+def test_a_small_kl_that_jumps_is_told_before_it_is_large(num_points, is_told):
+    """One that rises slowly to the same level is healthy."""
+    rise = ((np.arange(grpo_run(0).num_rows) - 100) / num_points).clip(0, 1)
+    log = grpo(put("kl", slice(None), 0.03 + 4 * rise))
+    assert ("kl" in serious(analyse(log))) == is_told
+
+
+def test_a_save_that_failed_on_the_network_is_no_failed_rank():
+    failed = LogEvent(700, "checkpoint_failed", "saving failed: NCCL timeout", "error")
+    assert "oom_nccl" not in told(analyse(replace(healthy("sft"), events=(failed,))))

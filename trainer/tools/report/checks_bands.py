@@ -13,7 +13,7 @@ from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Finding
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import Move, began, beyond, has_risen, shift
-from trainer.tools.report.statistics import slope, within
+from trainer.tools.report.statistics import noise, slope, within
 
 NUM_ENDS = 10
 """The median of this many last points represents the end of a curve."""
@@ -130,7 +130,8 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
     if found is None or len(within(points, *found.steps)) < row.width:
         return
     is_over = not found.is_lasting
-    if is_over and not ("passing" in row.options and _is_long(points, found)):
+    is_long = len(within(points, *found.steps)) >= LASTING_SHARE * len(points)
+    if is_over and not ("passing" in row.options and is_long):
         return
     if _is_return(points, found, abs(factor)):
         return
@@ -146,18 +147,15 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
     yield _finding(row, run, title, steps=(found.at, found.steps[1]), value=found.after)
 
 
-def _is_long(points: Series, move: Move) -> bool:
-    return len(within(points, *move.steps)) >= LASTING_SHARE * len(points)
-
-
 def _is_return(points: Series, move: Move, ratio: float) -> bool:
     """Return whether a metric only goes back to where it began: for a move by a ratio, less than
-    half of the ratio in logarithms from it; for a fall that passed, it keeps a part of its gain.
+    half of the ratio in logarithms from it; for a fall that passed, it keeps a part of its gain or
+    is hard to tell from noise.
     """
     start = np.median(points.values[: len(points) // 20 + 1])
     if ratio == 1:
-        gain = move.before - start
-        return not move.is_lasting and bool(move.before - move.after < MOST * gain)
+        least = max(MOST * (move.before - start), 3 * noise(points.values))
+        return not move.is_lasting and bool(move.before - move.after < least)
     away = np.log(move.after / start) * np.sign(move.after - move.before)
     return bool(away < np.log(ratio) / 2)
 

@@ -64,7 +64,7 @@ POLICY_SWING = 2.0
 """A loss swings violently if it changes by this share of itself from point to point. A policy's
 loss does so if its size exceeds the second value.
 """
-LEAST_FALL = 0.02
+LEAST_FALL = 0.03
 HIDDEN_FALL = 0.1
 MISSING_START = 0.25
 """A flat loss is not judged if its noise can hide a fall of the first share (a quarter of it beside a
@@ -164,10 +164,16 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
 
 
 def _falls(losses: Series) -> bool:
-    """Return whether a loss falls significantly, and by at least `LEAST_FALL` of its last level."""
-    tenth = len(losses) // 10 + 1
-    first, last = (np.median(part) for part in (losses.values[:tenth], losses.values[-tenth:]))
-    return is_falling(losses) and bool(first - last >= LEAST_FALL * abs(last))
+    """Return whether a loss falls by at least `LEAST_FALL` of its last level: steadily, or from a
+    clearly higher level of its first points.
+    """
+    has_trend = is_falling(losses)
+    for width in (NUM_FEW, len(losses) // 10 + 1):
+        first, last = (np.median(part) for part in (losses.values[:width], losses.values[-width:]))
+        clear = 0 if has_trend else 5 * noise(losses.values) / math.sqrt(width)
+        if first - last >= max(LEAST_FALL * abs(last), clear):
+            return True
+    return False
 
 
 def _can_show_fall(run: AnalysedRun, losses: Series, level: float) -> bool:

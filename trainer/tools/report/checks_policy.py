@@ -16,12 +16,18 @@ from trainer.tools.report.checks import (
 from trainer.tools.report.formatting import counted, interval, listed, number
 from trainer.tools.report.result import Mover
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.shapes import began, has_risen, onset, shift
+from trainer.tools.report.shapes import began, departures, has_risen, onset, shift
 from trainer.tools.report.statistics import finite, is_rising, slope
 from trainer.tools.report.vocabulary import meaning
 from trainer.tools.report.words import how_common, moved_along, story, why_recovered
 
 KL_FAR = 10
+KL_JUMPED = 1
+MIN_POINTS = 20
+JUMP = 20
+"""A KL is far above the first value, or above the second one if it jumps to so many times its
+usual level.
+"""
 _FORMAT = re.compile(r"(?!.*std$)((format|tag).*reward|reward.*(format|tag))", re.IGNORECASE)
 
 _PART = re.compile(r"((train|val)/)?(rewards/.+|reward_.+)(?<!std)")
@@ -34,7 +40,9 @@ _SILENT = re.compile(
 @finding("kl", "kl")
 def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     """Find a KL far above the healthy range. The finding starts at the step where the KL began to leave its trend."""
-    far = kl[kl.values > KL_FAR]
+    # a KL that is usually small explodes earlier
+    usual = departures(kl.values, 0.0)[1] if len(kl) >= MIN_POINTS else np.inf
+    far = kl[kl.values > np.clip(JUMP * usual, KL_JUMPED, KL_FAR)]
     if not far:
         return
     met = list(run.moved("kl"))

@@ -37,8 +37,10 @@ BOTTLENECKS = {
 }
 """Maps the longest phase to a description of the bottleneck."""
 CRASH = re.compile(
-    r"nccl|out of memory|\boom\b|gloo|timed? ?out|silent|no heartbeat", re.IGNORECASE
+    r"(?!checkpoint).*(nccl|out of memory|\boom\b|gloo|timed? ?out|silent|no heartbeat)",
+    re.IGNORECASE | re.DOTALL,
 )
+"""Matches the kind and the text of an error by which a rank failed, not only a save."""
 MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
 
 
@@ -95,7 +97,7 @@ def crashes(run: AnalysedRun) -> Findings:
     if not run.log.events:
         raise NotJudged("the log has no events")
     errors = [event for event in run.log.events if event.level == "error"]
-    met = [event for event in errors if CRASH.search(f"{event.kind} {event.message}")]
+    met = [event for event in errors if CRASH.match(f"{event.kind} {event.message}")]
     if not met:
         return
     evidence = [f"step {event.step}: {event.message}" for event in met]

@@ -24,8 +24,8 @@ CHECKS: tuple[Check, ...] = (
     *(one for room in ROOMS for one in vars(room).values() if isinstance(one, Check)),
 )
 TRAINING = """
-    serving oom_nccl truncation:empty restarts lr_schedule adv_shape value_network kl
-    clip_ratio clipped_ratio length_shift entropy reward_hacking loss_nonfinite loss_zero
+    serving oom_nccl truncation:empty restarts lr_schedule loss_nonfinite adv_shape value_network
+    kl clip_ratio clipped_ratio length_shift entropy reward_hacking loss_zero
     not_learning loss_diverging loss_oscillating
     grad_high:rise loss_jump grad_high:sustained grad_vanish
     overfit val_rising reward_trend accuracy:collapse accuracy val_results budget:rising budget

@@ -91,10 +91,10 @@ train/grad_norm   grad_norm gradient_norm grad_2.0_norm_total train_grad_norm sf
                   actor/grad_norm
 train/entropy     entropy entropy/mean policy/entropy_avg
 kl                objective/kl
-reward            objective/rlhf_reward
-tokens/response_length/mean  response_length/mean
-tokens/response_length/max   response_length/max
-tokens/response_length/min   response_length/min
+reward            objective/rlhf_reward scores
+tokens/response_length/mean  response_length/mean val/sequence_lengths
+tokens/response_length/max   response_length/max val/sequence_lengths_max
+tokens/response_length/min   response_length/min val/sequence_lengths_min
 completions/clipped_ratio    response_length/clip_ratio
 train/token_accuracy  token_acc mean_token_accuracy train/mean_token_accuracy
 train/time(s)         train/time_s train/time_s_ timing_s/step step_time train/step_time
@@ -107,7 +107,7 @@ val/loss              val_loss valid_loss validation_loss
 val/token_accuracy    val/token_acc val/mean_token_accuracy
 progress/epoch        epoch train/epoch
 progress/pct          percentage
-progress/elapsed_s    elapsed_time
+progress/elapsed_s    elapsed_time _runtime
 progress/eta_s        remaining_time
 progress/tokens       total_tokens num_tokens train/num_tokens
 memory/allocated_gib      gpu_mem_gb train/gpu_mem_gb perf/gpu_mem_gb
@@ -122,26 +122,33 @@ _WORDS = """
 # our key                             | one word of each group     | may have, too
 train/loss                            | loss                       | batch ce lm nll running total
 val/loss                              | val loss                   | epoch lm
-train/lr                              | lr                         | adam w sgd pg group optimizer current
-train/grad_norm                       | grad norm                  | global total l
-train/time(s)                         | iter/step/batch time/sec   |
+train/lr                              | lr                         | adamw adam sgd pg group current actor policy
+train/grad_norm                       | grad norm                  | global total l actor policy
+train/grad_norm                       | gnorm                      |
+train/time(s)                         | iter/step/batch time/sec   | total
 time/train/data_s                     | data/loader time/wait/sec | load loading fetch
-throughput/train/tokens_per_s         | tokens sec                 | throughput
+throughput/train/tokens_per_s         | tokens sec                 | throughput learner
 throughput/train/tokens_per_s_per_gpu | tokens sec gpu             | throughput
 throughput/train/tokens_per_s_per_gpu | tgs                        | throughput
 throughput/train/tokens_per_s_per_gpu | tps gpu                    | throughput
+throughput/train/tokens_per_s_per_gpu | throughput gpu             |
 throughput/train/tokens_per_s         | tps                        | throughput
 memory/cpu/rss_gib                    | cpu/host mem/ram           | gb used max process system
 memory/cpu/rss_gib                    | rss/ram                    | cpu host mem gb process proc system
 memory/max_reserved_gib               | reserved                   | gpu mem gb max system
 memory/allocated_gib                  | mem gpu/allocated/active   | gpu allocated active gb used max system
 memory/allocated_gib                  | mem                        | gb used max system
-kl                                    | kl                         | actor policy ref divergence loss
-train/entropy                         | entropy                    | actor policy token loss
+kl                                    | kl                         | actor policy ref divergence loss penalty
+train/entropy                         | entropy                    | actor policy token loss approx all
 clip_ratio                            | clipfrac                   | pg ppo actor policy
-completions/clipped_ratio             | truncated/clipped share    | rollout response
+clip_ratio                            | clip share                 | pg ppo actor policy
+completions/clipped_ratio             | truncated                  | is share rollout response
+completions/clipped_ratio             | clipped share              | rollout response
 reward                                | reward                     | total raw rollout
-reward_std                            | reward std                 | total rollout
+reward_std                            | reward std                 | total rollout group
+tokens/response_length/mean           | gen tokens sample          |
+tokens/response_length/max            | gen tokens sample max      |
+tokens/response_length/min            | gen tokens sample min      |
 tokens/response_length/mean           | response length            | rollout
 tokens/response_length/max            | response length max        | rollout
 tokens/response_length/min            | response length min        | rollout
@@ -149,7 +156,7 @@ val/reward                            | val reward                 |
 val/accuracy                          | val accuracy               |
 """
 """Words from which a name that no table holds is guessed: it has a word of each group and no words
-other than these, `train`, `step`, `mean`, `per` and `perf`.
+other than these, `train`, `step`, `mean`, `per`, `perf` and `optim`.
 """
 SYNONYMS = _table("""
 val       valid validation eval evaluation test dev
@@ -165,6 +172,11 @@ loader    dataloader
 max       peak
 mean      avg average
 train     training
+time      timing
+perf      performance
+optim     optimizer
+truncated truncation
+allocated alloc
 reward    rewards
 response  completion completions answer answers
 length    len lengths

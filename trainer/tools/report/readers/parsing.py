@@ -8,7 +8,7 @@ from functools import lru_cache
 from trainer.tools.report.names import ALIASES, STEP_KEYS, SYNONYMS, WORDS
 from trainer.tracking.metrics.words import split_reducer
 
-FILLERS = {"train", "step", "mean", "per", "perf"}
+FILLERS = {"train", "step", "mean", "per", "perf", "optim"}
 """Words that say nothing about a metric."""
 MEANINGS = {other: word for word, others in SYNONYMS.items() for other in others}
 MAX_STEP = 2**53
@@ -87,10 +87,9 @@ def guessed(name: str) -> str | None:
     """Return our key for a metric name that no table holds, guessed from its words; None if they
     do not say what it is.
     """
-    text = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("learning_rate", "lr")
+    text = re.sub(r"(?<=[a-z])(?=[A-Z][A-Za-z])", "_", name).lower().replace("learning_rate", "lr")
     words = {MEANINGS.get(word, word) for word in re.findall("[a-z]+", text)}
     for key, groups, more in WORDS:
-        has_all = all(words & group for group in groups)
-        if has_all and words <= FILLERS.union(more, *groups):
+        if all(map(words.intersection, groups)) and words <= FILLERS.union(more, *groups):
             return key
     return None
