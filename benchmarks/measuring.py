@@ -83,21 +83,26 @@ def peer_versions(*packages: str) -> dict[str, str]:
 
 def described_commit() -> str:
     words = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(words, cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     return done.stdout.strip()
 
 
-def header() -> dict[str, Any]:
-    """Command (files by their name), commit, versions and machine of a result file.
+COMMIT = os.environ.get("COMMIT") or described_commit()
+"""The commit at the start, which is the one that is measured. In a copy without git directory, the
+environment variable of the same name gives it.
+"""
 
-    The environment variable COMMIT names the commit of a copy without its git directory.
-    """
+
+def header() -> dict[str, Any]:
+    """Command (files by their name), commit, versions and machine of a result file."""
+    if not COMMIT:
+        raise SystemExit("no git directory here.\nFix: name the commit in the variable COMMIT")
     arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return {
         "command": " ".join(
             ["python", str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *arguments]
         ),
-        "commit": os.environ.get("COMMIT") or described_commit(),
+        "commit": COMMIT,
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("torch", "transformers")},
         "machine": {
