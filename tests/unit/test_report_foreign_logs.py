@@ -176,6 +176,12 @@ def test_names_of_other_trainers_are_known(tmp_path):
     assert set(columns.values()) <= read_run(log).series.keys()
 
 
+def test_the_lines_of_torchtune_are_read(tmp_path):
+    log: Path = tmp_path / "log_1.txt"
+    log.write_text("".join(f"Step {n} | loss:1.5 lr:1e-05 grad_norm:0.5\n" for n in range(1, 9)))
+    assert read_run(log).series.keys() == {"train/loss", "train/lr", "train/grad_norm"}
+
+
 VERL = ["Total training steps: 300", *(f"step:{n} - actor/pg_loss:0.1" for n in range(1, 150))]
 LLAMA_FACTORY = [
     json.dumps({"current_steps": step, "total_steps": 300, "loss": 1.5, "lr": 1e-5})
