@@ -88,15 +88,15 @@ def described_commit() -> str:
 
 
 COMMIT = os.environ.get("COMMIT") or described_commit()
-"""The commit at the start, which is the one that is measured. In a copy without git directory, the
-environment variable of the same name gives it.
+"""The commit when the benchmark starts, because it may change while the benchmark runs. A copy
+without a git directory takes it from the environment variable COMMIT.
 """
 
 
 def header() -> dict[str, Any]:
     """Command (files by their name), commit, versions and machine of a result file."""
     if not COMMIT:
-        raise SystemExit("no git directory here.\nFix: name the commit in the variable COMMIT")
+        raise SystemExit("the commit is not known.\nFix: set the environment variable COMMIT to it")
     arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return {
         "command": " ".join(

@@ -19,7 +19,11 @@ from trainer.tools.report.readers.parsing import guessed
 from trainer.tools.report.run_log import LogEvent, RunLog, Series
 
 STEPS = np.arange(1, 2001)
-RNG = np.random.default_rng(3)
+
+
+def normal(sigma: float, num_points: int, seed: int = 3) -> Any:
+    """Noise with standard deviation sigma: the same in each call, whichever tests ran before."""
+    return np.random.default_rng(seed).normal(0, sigma, num_points)
 
 
 def grpo(change: Change) -> RunLog:
@@ -141,7 +145,7 @@ def test_memory_that_doubles_in_a_short_run_is_told():
 
 def test_a_reward_that_never_lasts_is_flat_and_one_that_collapsed_is_not():
     num_rows = grpo_run(0).num_rows
-    noise = RNG.normal(0, 0.02, num_rows)
+    noise = normal(0.02, num_rows)
     brief = 0.3 + noise + np.where(abs(np.arange(num_rows) - num_rows // 2) < 25, 0.1, 0)
     assert "reward_trend:flat" in serious(analyse(grpo(put("reward", slice(None), brief))))
     rise = np.minimum(np.linspace(0.2, 1.4, num_rows), 0.8)
@@ -182,13 +186,6 @@ def test_the_lines_of_torchtune_are_read(tmp_path):
     assert read_run(log).series.keys() == {"train/loss", "train/lr", "train/grad_norm"}
 
 
-VERL = ["Total training steps: 300", *(f"step:{n} - actor/pg_loss:0.1" for n in range(1, 150))]
-LLAMA_FACTORY = [
-    json.dumps({"current_steps": step, "total_steps": 300, "loss": 1.5, "lr": 1e-5})
-    for step in range(1, 150)
-]
-
-
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -223,6 +220,13 @@ def test_a_guessed_name_does_not_replace_a_known_one(tmp_path):
     assert series["train/loss"].values[0] == 1 and series["loss_step"].values[0] == 2
 
 
+VERL = ["Total training steps: 300", *(f"step:{n} - actor/pg_loss:0.1" for n in range(1, 150))]
+LLAMA_FACTORY = [
+    json.dumps({"current_steps": step, "total_steps": 300, "loss": 1.5, "lr": 1e-5})
+    for step in range(1, 150)
+]
+
+
 @pytest.mark.parametrize(
     ("name", "lines"), [("verl.log", VERL), ("trainer_log.jsonl", LLAMA_FACTORY)]
 )
@@ -244,7 +248,7 @@ def test_steps_of_an_environment_are_no_planned_steps(tmp_path):
 
 def test_answers_that_get_worse_while_the_reward_rises_are_told():
     num_rows = grpo_run(0).num_rows
-    noise = RNG.normal(0, 0.02, num_rows)
+    noise = normal(0.02, num_rows)
     rows = np.arange(num_rows)
     worse = np.where(rows < 0.6 * num_rows, 0.5, 0.1) + noise
     log = changed(grpo_run(0), **{"rewards/accuracy/mean": worse})
@@ -266,7 +270,7 @@ def test_a_part_of_the_reward_that_is_lost_is_told_under_any_name(key, is_told):
 
 def test_a_reward_that_collapsed_and_came_back_is_told():
     rows = np.arange(grpo_run(0).num_rows)
-    rewards = 0.2 + 0.6 * rows / len(rows) + RNG.normal(0, 0.02, len(rows))
+    rewards = 0.2 + 0.6 * rows / len(rows) + normal(0.02, len(rows))
     lost = (rows >= 500) & (rows < 700)
     log = grpo(put("reward", slice(None), np.where(lost, 0.05, rewards)))
     found = serious(analyse(log))["reward_trend:collapse"]
@@ -289,10 +293,8 @@ def test_a_slow_ramp_is_told_from_its_first_steps(metric):
     num_rows = grpo_run(0).num_rows
     since = ((np.arange(num_rows) - 400) / (num_rows - 500)).clip(0, 1)
     ramps = {
-        "completions/mean_length": 400 * (1 - 0.9 * since) + RNG.normal(0, 8, num_rows),
-        "completions/clipped_ratio": 0.03
-        + 0.7 * since
-        + RNG.normal(0, 0.005, num_rows).clip(-0.02),
+        "completions/mean_length": 400 * (1 - 0.9 * since) + normal(8, num_rows),
+        "completions/clipped_ratio": 0.03 + 0.7 * since + normal(0.005, num_rows).clip(-0.02),
     }
     log = grpo(put(metric, slice(None), ramps[metric]))
     found = [one for one in serious(analyse(log)).values() if one.metric == metric]
@@ -389,7 +391,7 @@ def test_a_rate_that_jumps_late_is_told(num_steps):
 
 
 def test_a_loss_that_stays_at_the_level_of_guessing_is_told():
-    guesses = put("train/loss", slice(None), 11.0 - 0.2 * STEPS / 2000 + RNG.normal(0, 0.02, 2000))
+    guesses = put("train/loss", slice(None), 11.0 - 0.2 * STEPS / 2000 + normal(0.02, 2000))
     log = replace(sft(guesses), config={})
     assert "loss_not_falling" in serious(analyse(log))
 
@@ -398,7 +400,7 @@ def test_a_flat_loss_is_not_told_in_the_rest_of_a_run_or_in_noise():
     def is_judged(noise: float, num_points: int, first_step: int = 1) -> bool:
         steps = np.arange(first_step, first_step + num_points)
         level = 1.2 - 0.012 * np.arange(num_points) / num_points
-        losses = Series(steps, level + RNG.normal(0, noise, num_points))
+        losses = Series(steps, level + normal(noise, num_points))
         report = analyse(replace(healthy("sft"), series={"train/loss": losses}))
         assert next(line for line in report.checklist if line.id == "loss_falls").status != "pass"
         return "loss_not_falling" in serious(report)
@@ -422,14 +424,14 @@ def test_a_loss_of_zero_beside_a_gradient_that_is_not_a_number_hides_a_nan():
 
 
 def test_a_flat_loss_beside_a_validation_loss_that_falls_is_not_told():
-    noisy = put("train/loss", slice(None), 1.2 + RNG.normal(0, 0.4, 2000))
+    noisy = put("train/loss", slice(None), 1.2 + normal(0.4, 2000))
     falls = np.linspace(1.6, 1.2, 20)
     assert "loss_not_falling" not in told(analyse(sft(both(noisy, validated(falls)))))
     assert "loss_not_falling" in told(analyse(sft(both(noisy, validated(falls[::-1])))))
 
 
 def test_a_loss_that_fell_early_and_rises_a_little_with_its_data_falls():
-    losses = 1.25 + 0.8 * np.exp(-STEPS / 100) + 0.05 * (STEPS > 700) + RNG.normal(0, 0.01, 2000)
+    losses = 1.25 + 0.8 * np.exp(-STEPS / 100) + 0.05 * (STEPS > 700) + normal(0.01, 2000)
     assert "loss_not_falling" not in told(analyse(sft(put("train/loss", slice(None), losses))))
 
 

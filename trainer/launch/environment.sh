@@ -52,8 +52,8 @@ install_requirements() {
     rm "$venv/.installing"
 }
 
-# Python compiles what it imports. Where it may not write bytecode, pip writes it: without it, every start of a process
-# takes several times as long.
+# Python itself writes the bytecode of the modules that it imports. Where it may not, pip writes it now; otherwise every
+# process would compile torch and transformers at its start.
 pip_install() {
     local compile=--no-compile
     if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then compile=--compile; fi

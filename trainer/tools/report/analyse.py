@@ -70,8 +70,8 @@ def analyse(log: RunLog, *, profile: str = "auto") -> Report:
 
 
 def _slack(run: AnalysedRun) -> int:
-    """Return by how many steps a cause may seem to begin after its effect. Held-out results show
-    their effect only at the next validation.
+    """Return the number of steps by which a cause may seem to begin after its effect. Held-out
+    results show a fault only at the next validation.
     """
     evals = run.find("val_loss") or run.find("val_reward")
     interval = int(np.median(np.diff(evals.steps))) if len(evals) > 1 else 0

@@ -120,7 +120,7 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
     ]
     has_gradient = any(witness.group == "gradient" for witness in witnesses)
     hard = [one for one in found if has_gradient and _is_hard_batch(one)]
-    # beside a real spike, smaller ones of the loss belong to the same fault
+    # beside a large spike of the loss, small ones belong to the same fault
     has_spike = any(one not in hard and one.metric in ROLES["loss"] for one in found)
     return tuple(one for one in found if has_spike or one not in hard)
 

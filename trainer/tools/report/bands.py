@@ -93,7 +93,7 @@ time_growth:slowdown  | ordinary_time 16   | 1.3  | warn  |                 | sl
 """
 """The column `by` holds the factor of the move, negative for a fall; with 1, any move beyond the
 noise counts. A number after the metric is the number of points that the move must have lasted.
-`sudden` means that a slow move is not a fault; `passing`, that a deep fall is one even if it passed.
+`sudden` means that a slow move is not a fault; `passing`, that a move can be a fault even if it passed.
 """
 
 _GROWTH = """

@@ -13,7 +13,8 @@ from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Finding
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import Move, began, beyond, has_risen, shift
-from trainer.tools.report.statistics import noise, slope, within
+from trainer.tools.report.statistics import slope, within
+from trainer.train.detection.window import noise
 
 NUM_ENDS = 10
 """The median of this many last points represents the end of a curve."""
@@ -148,9 +149,10 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
 
 
 def _is_return(points: Series, move: Move, ratio: float) -> bool:
-    """Return whether a metric only goes back to where it began: for a move by a ratio, less than
-    half of the ratio in logarithms from it; for a fall that passed, it keeps a part of its gain or
-    is hard to tell from noise.
+    """Return whether a metric only goes back to where it began.
+
+    After a move by a ratio, it is less than half of the ratio, in logarithms, away from its start.
+    A fall that passed leaves a part of the gain, or is hard to tell from noise.
     """
     start = np.median(points.values[: len(points) // 20 + 1])
     if ratio == 1:

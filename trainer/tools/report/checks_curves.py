@@ -22,14 +22,13 @@ from trainer.tools.report.statistics import (
     bins,
     is_falling,
     is_rising,
-    noise,
     rolling,
     runs,
     slope,
     within,
 )
 from trainer.tools.report.words import how_common, moved_along, why_recovered
-from trainer.train.detection.window import spread
+from trainer.train.detection.window import noise, spread
 
 NUM_STRETCHES = 20
 """The first steps are divided into this many bins to test their trend. A trend or a schedule needs

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
+from trainer.tools.report.anomalies import MIN_POINTS
 from trainer.tools.report.checks import (
     MAX_EVIDENCE,
     Findings,
@@ -23,10 +24,9 @@ from trainer.tools.report.words import how_common, moved_along, story, why_recov
 
 KL_FAR = 10
 KL_JUMPED = 1
-MIN_POINTS = 20
 JUMP = 20
-"""A KL is far above the first value, or above the second one if it jumps to so many times its
-usual level.
+"""A KL is too high above the first value. If it jumps to the third value times its usual level, it is
+too high above the second value.
 """
 _FORMAT = re.compile(r"(?!.*std$)((format|tag).*reward|reward.*(format|tag))", re.IGNORECASE)
 
@@ -40,7 +40,7 @@ _SILENT = re.compile(
 @finding("kl", "kl")
 def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     """Find a KL far above the healthy range. The finding starts at the step where the KL began to leave its trend."""
-    # a KL that is usually small explodes earlier
+    # an explosion of a small KL shows before it reaches the limit
     usual = departures(kl.values, 0.0)[1] if len(kl) >= MIN_POINTS else np.inf
     far = kl[kl.values > np.clip(JUMP * usual, KL_JUMPED, KL_FAR)]
     if not far:

@@ -13,9 +13,9 @@ from trainer.tools.report.checks_curves import rise_of
 from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Generalisation
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.statistics import Floats, is_falling, noise, runs, within
+from trainer.tools.report.statistics import Floats, is_falling, runs, within
 from trainer.train.detection.validations import NOTE_RISE, NOTE_SIGMAS, judge_validations
-from trainer.train.detection.window import curve_noise
+from trainer.train.detection.window import curve_noise, noise
 
 NUM_AROUND = 32
 """A validation loss is compared with the median of up to this many training losses before it."""

@@ -126,7 +126,7 @@ train/lr                              | lr                         | adamw adam 
 train/grad_norm                       | grad norm                  | global total l actor policy
 train/grad_norm                       | gnorm                      |
 train/time(s)                         | iter/step/batch time/sec   | total
-time/train/data_s                     | data/loader time/wait/sec | load loading fetch
+time/train/data_s                     | data/loader time/wait/sec  | load loading fetch
 throughput/train/tokens_per_s         | tokens sec                 | throughput learner
 throughput/train/tokens_per_s_per_gpu | tokens sec gpu             | throughput
 throughput/train/tokens_per_s_per_gpu | tgs                        | throughput
@@ -155,10 +155,12 @@ tokens/response_length/min            | response length min        | rollout
 val/reward                            | val reward                 |
 val/accuracy                          | val accuracy               |
 """
-"""Words from which a name that no table holds is guessed: it has a word of each group and no words
-other than these, `train`, `step`, `mean`, `per`, `perf` and `optim`.
+"""The words by which a name that no table holds is recognised: one of each group, and besides them
+only those in the last column and `FILLERS`.
 """
-SYNONYMS = _table("""
+FILLERS = {"train", "step", "mean", "per", "perf", "optim"}
+"""Words that say nothing about a metric."""
+_SYNONYMS = _table("""
 val       valid validation eval evaluation test dev
 lr        learningrate
 grad      gradient gradients
@@ -183,7 +185,8 @@ length    len lengths
 accuracy  acc
 share     frac fraction ratio rate
 """)
-"""Word -> other words for it in the names of metrics."""
+SYNONYMS = {other: word for word, others in _SYNONYMS.items() for other in others}
+"""Word in the name of a metric -> the word that `WORDS` has for it."""
 
 _OPTIONS = """
 clip         | max_grad_norm | optim.clip_grad
@@ -219,11 +222,16 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 In this trainer, reinforcement learning runs in the user's own loop, so its options are given in
 words instead of keys.
 """
-WORDS = [
-    (key, [set(group.split("/")) for group in groups.split()], set(more.split()))
-    for key, groups, more in rows_of(_WORDS)
-]
-"""Our key, the groups of words of which a name has one each, and words that it may have, too."""
+
+
+def _recognised(text: str) -> Iterator[tuple[str, list[set[str]], set[str]]]:
+    for key, joined, more in rows_of(text):
+        groups = [set(group.split("/")) for group in joined.split()]
+        yield key, groups, FILLERS.union(more.split(), *groups)
+
+
+WORDS = list(_recognised(_WORDS))
+"""Our key, the groups of words of which a name must have one each, and all words that it may have."""
 _COLUMNS = {"fsdp-sft": 1, "verl": 2}
 """Source of a log -> column of the table above. Other sources use the names of transformers."""
 

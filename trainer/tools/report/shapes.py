@@ -16,12 +16,11 @@ from trainer.tools.report.statistics import (
     Ints,
     Mask,
     is_rising,
-    noise,
     rolling,
     runs,
     within,
 )
-from trainer.train.detection.window import spread
+from trainer.train.detection.window import noise, spread
 
 NUM_WINDOWS = 20
 """A level is the median of a window. By default, this many windows would fit into the series."""
@@ -42,7 +41,7 @@ LONG_SHARE = 0.2
 MIN_SLACK_GAP = 5
 """Regular gaps may differ by one point if they are at least this long."""
 CLEAR_GAIN = 25
-"""A step or bend is clear if it explains this many times the variance of the noise."""
+"""A step or bend is clear if its gain exceeds this number."""
 ALMOST_ZERO = 1e-12
 """A step or bend that differs from a straight line by less than this share cannot be located."""
 TINY = np.finfo(float).tiny
@@ -179,10 +178,10 @@ class _Fit(NamedTuple):
     """The step or bend that fits a stretch of values best."""
 
     misfit: float
-    """What it leaves unexplained, divided by the square of the noise."""
+    """The sum of the squared residuals, divided by the variance of the noise."""
     place: int
     gain: float
-    """What it explains beyond a straight course, divided by the square of the noise."""
+    """The amount by which that sum is larger for a straight course."""
 
 
 def onset(
@@ -195,11 +194,11 @@ def onset(
     """Return the index in [first, last) at which values leave their straight course.
 
     With `is_level`, they leave their constant level. Among all steps and bends, the one with the
-    best least-squares fit is chosen. Of several `courses` of the same metric, such as its values
-    and their logarithms, the one counts whose misfit is smallest, compared with its noise.
+    best least-squares fit is chosen. `courses` may describe the same metric in several ways, such as
+    its values and their logarithms; the one with the smallest misfit counts.
 
-    A course may bend again soon after it left. So a clear step or bend within `near` points of the
-    index counts instead.
+    A metric may bend again soon after it has left its course. Therefore a clear step or bend within
+    `near` points of the index counts instead.
     """
     fits = [(_fit(values, first, last, is_level=is_level), values) for values in courses]
     best, values = min(fits, key=lambda fit: fit[0].misfit)

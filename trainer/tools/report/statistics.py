@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.tools.report.run_log import Series
-from trainer.train.detection.window import spread
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -112,11 +111,6 @@ def _mann_kendall(values: Floats, score: float) -> float:
     if n < MIN_TREND_POINTS or variance <= 0 or score == 0:
         return 1.0
     return math.erfc((abs(score) - 1) / math.sqrt(2 * variance))
-
-
-def noise(values: Floats) -> float:
-    """Return the standard deviation around a trend, estimated from the second differences."""
-    return float(spread(np.diff(values, n=2))) / math.sqrt(6) if len(values) >= 3 else 0.0
 
 
 def smooth(series: Series) -> Series:

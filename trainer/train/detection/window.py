@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 MAD_TO_SIGMA = 1.4826
 """Converts the median absolute deviation of a normal distribution to its standard deviation."""
@@ -43,13 +43,18 @@ def spread(deviations: ArrayLike) -> Any:
     return MAD_TO_SIGMA * np.median(np.abs(deviations), axis=-1, overwrite_input=True)
 
 
-def curve_noise(values: ArrayLike) -> float:
-    """Return the standard deviation of a short curve's noise.
+def noise(values: ArrayLike) -> float:
+    """Return the standard deviation of a curve's noise; 0 for fewer than three values.
 
     It is estimated from the second differences, which are close to zero for a smooth curve.
     """
     bends = np.diff(np.asarray(values, dtype=np.float64), n=2)
-    return float(spread(bends)) / 6**0.5 if len(bends) >= MIN_CURVE_POINTS - 2 else 0.0
+    return float(spread(bends)) / 6**0.5 if len(bends) else 0.0
+
+
+def curve_noise(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """Return the noise of a short curve; 0 for fewer than `MIN_CURVE_POINTS` values."""
+    return noise(values) if len(values) >= MIN_CURVE_POINTS else 0.0
 
 
 def _log(value: float) -> float:

@@ -8,9 +8,6 @@ from functools import lru_cache
 from trainer.tools.report.names import ALIASES, STEP_KEYS, SYNONYMS, WORDS
 from trainer.tracking.metrics.words import split_reducer
 
-FILLERS = {"train", "step", "mean", "per", "perf", "optim"}
-"""Words that say nothing about a metric."""
-MEANINGS = {other: word for word, others in SYNONYMS.items() for other in others}
 MAX_STEP = 2**53
 MAX_NUMBER_LENGTH = 64
 """A string of this length or more is not parsed as a number."""
@@ -84,12 +81,12 @@ def canonical(name: str) -> tuple[str, float]:
 
 
 def guessed(name: str) -> str | None:
-    """Return our key for a metric name that no table holds, guessed from its words; None if they
-    do not say what it is.
+    """Guess our key for a metric that is in no table from the words of its name; None if they do
+    not identify it.
     """
     text = re.sub(r"(?<=[a-z])(?=[A-Z][A-Za-z])", "_", name).lower().replace("learning_rate", "lr")
-    words = {MEANINGS.get(word, word) for word in re.findall("[a-z]+", text)}
-    for key, groups, more in WORDS:
-        if all(map(words.intersection, groups)) and words <= FILLERS.union(more, *groups):
+    words = {SYNONYMS.get(word, word) for word in re.findall("[a-z]+", text)}
+    for key, groups, allowed in WORDS:
+        if words <= allowed and all(map(words.intersection, groups)):
             return key
     return None
