@@ -396,11 +396,12 @@ def test_a_loss_that_stays_at_the_level_of_guessing_is_told():
     assert "loss_not_falling" in serious(analyse(log))
 
 
-def test_a_flat_loss_is_not_told_in_the_rest_of_a_run_or_in_noise():
+@pytest.mark.parametrize("seed", range(5))
+def test_a_flat_loss_is_not_told_in_the_rest_of_a_run_or_in_noise(seed):
     def is_judged(noise: float, num_points: int, first_step: int = 1) -> bool:
         steps = np.arange(first_step, first_step + num_points)
         level = 1.2 - 0.012 * np.arange(num_points) / num_points
-        losses = Series(steps, level + normal(noise, num_points))
+        losses = Series(steps, level + normal(noise, num_points, seed))
         report = analyse(replace(healthy("sft"), series={"train/loss": losses}))
         assert next(line for line in report.checklist if line.id == "loss_falls").status != "pass"
         return "loss_not_falling" in serious(report)

@@ -163,14 +163,16 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
 
 
 def _falls(losses: Series) -> bool:
-    """Return whether a loss falls by at least `LEAST_FALL` of its last level: steadily, or from a
-    clearly higher level of its first points.
+    """Return whether a loss falls by at least `LEAST_FALL` of its last level.
+
+    Its first tenth is higher than its last one, and there is a trend; or its first few points are
+    higher than its last ones by much more than their noise.
     """
-    has_trend = is_falling(losses)
-    for width in (NUM_FEW, len(losses) // 10 + 1):
+    clear = 5 * noise(losses.values) / math.sqrt(NUM_FEW)
+    tenth = len(losses) // 10 + 1
+    for width, least in ((tenth, 0.0 if is_falling(losses) else math.inf), (NUM_FEW, clear)):
         first, last = (np.median(part) for part in (losses.values[:width], losses.values[-width:]))
-        clear = 0 if has_trend else 5 * noise(losses.values) / math.sqrt(width)
-        if first - last >= max(LEAST_FALL * abs(last), clear):
+        if first - last >= max(LEAST_FALL * abs(last), least):
             return True
     return False
 
