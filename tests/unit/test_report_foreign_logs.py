@@ -202,6 +202,17 @@ def test_the_lines_of_torchtune_are_read(tmp_path):
         ("rollout/response_len/max", "tokens/response_length/max"),
         ("optim/grad_norm", "train/grad_norm"),
         ("is_truncated/mean", "completions/clipped_ratio"),
+        ("loss_metrics/global_avg_loss", "train/loss"),
+        ("validation_metrics/loss", "val/loss"),
+        ("time_metrics/end_to_end(s)", "train/time(s)"),
+        ("time_metrics/data_loading(s)", "time/train/data_s"),
+        ("metrics/train/LanguageCrossEntropy", "train/loss"),
+        ("train_step_timing in s", "train/time(s)"),
+        ("learning-rate", "train/lr"),
+        ("ppo_actor/update/grad_norm", "train/grad_norm"),
+        ("ppo_actor/no_eos_ratios/avg", "completions/clipped_ratio"),
+        ("loss_metrics/global_max_loss", None),
+        ("time_metrics/data_loading(%)", None),
         ("aux_loss", None),
         ("train/loss_epoch", None),
         ("value_loss", None),
@@ -278,12 +289,14 @@ def test_a_reward_that_collapsed_and_came_back_is_told():
     assert abs(found.steps[0] - log.series["reward"].steps[500]) <= 10
 
 
-def test_a_held_out_reward_that_rises_and_then_falls_is_told_from_its_peak():
+@pytest.mark.parametrize("key", ["val/reward", "val/aime24/avg@16", "val/math_pass1"])
+def test_a_held_out_reward_that_rises_and_then_falls_is_told_from_its_peak(key):
     rows = np.arange(20)
     rewards = np.where(rows < 9, 0.3 + 0.05 * rows, 0.75 - 0.03 * (rows - 9))
     steps = 60 * (rows + 1)
     log = grpo_run(0)
-    log = replace(log, series={**log.series, "val/reward": Series(steps, rewards)})
+    others = {name: one for name, one in log.series.items() if name != "val/reward"}
+    log = replace(log, series={**others, key: Series(steps, rewards)})
     found = serious(analyse(log))["val_results:reward"]
     assert found.steps is not None and abs(found.steps[0] - steps[8]) <= 60
 

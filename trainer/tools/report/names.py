@@ -27,6 +27,7 @@ loss            train/loss loss actor/pg_loss
 val_loss        val/loss eval/loss
 val_reward      val/reward_mean val/reward val/reward_total_mean val/score val/score/mean
                 val-core/<source>/reward/mean@<device> val/test_score/<source>
+                val/<source>/avg@<device> val/<source>_pass<device>
 val_accuracy    val/accuracy_mean val/accuracy val-core/<source>/acc/mean@<device>
                 val/rewards/accuracy/mean val/rewards/accuracy_reward/mean
 grad            train/grad_norm grad_norm
@@ -90,8 +91,9 @@ train/lr          learning_rate train/learning_rate lr actor/lr sft_train/lr
 train/grad_norm   grad_norm gradient_norm grad_2.0_norm_total train_grad_norm sft_train/grad_norm
                   actor/grad_norm
 train/entropy     entropy entropy/mean policy/entropy_avg
-kl                objective/kl
-reward            objective/rlhf_reward scores
+kl                objective/kl objective/kl_avg
+actor/approxkl    policy/approxkl_avg
+reward            objective/rlhf_reward objective/scores scores
 tokens/response_length/mean  response_length/mean val/sequence_lengths
 tokens/response_length/max   response_length/max val/sequence_lengths_max
 tokens/response_length/min   response_length/min val/sequence_lengths_min
@@ -119,41 +121,46 @@ throughput/train/tokens_per_s_per_gpu  perf/throughput tokens/train_per_sec_per_
 """Our key -> names in transformers, TRL, ms-swift, verl, ROLL and W&B."""
 
 _WORDS = """
-# our key                             | one word of each group     | may have, too
-train/loss                            | loss                       | batch ce lm nll running total
-val/loss                              | val loss                   | epoch lm
-train/lr                              | lr                         | adamw adam sgd pg group current actor policy
-train/grad_norm                       | grad norm                  | global total l actor policy
-train/grad_norm                       | gnorm                      |
-train/time(s)                         | iter/step/batch time/sec   | total
-time/train/data_s                     | data/loader time/wait/sec  | load loading fetch
-throughput/train/tokens_per_s         | tokens sec                 | throughput learner
-throughput/train/tokens_per_s_per_gpu | tokens sec gpu             | throughput
-throughput/train/tokens_per_s_per_gpu | tgs                        | throughput
-throughput/train/tokens_per_s_per_gpu | tps gpu                    | throughput
-throughput/train/tokens_per_s_per_gpu | throughput gpu             |
-throughput/train/tokens_per_s         | tps                        | throughput
-memory/cpu/rss_gib                    | cpu/host mem/ram           | gb used max process system
-memory/cpu/rss_gib                    | rss/ram                    | cpu host mem gb process proc system
-memory/max_reserved_gib               | reserved                   | gpu mem gb max system
-memory/allocated_gib                  | mem gpu/allocated/active   | gpu allocated active gb used max system
-memory/allocated_gib                  | mem                        | gb used max system
-kl                                    | kl                         | actor policy ref divergence loss penalty
-train/entropy                         | entropy                    | actor policy token loss approx all
-clip_ratio                            | clipfrac                   | pg ppo actor policy
-clip_ratio                            | clip share                 | pg ppo actor policy
-completions/clipped_ratio             | truncated                  | is share rollout response
-completions/clipped_ratio             | clipped share              | rollout response
-reward                                | reward                     | total raw rollout
-reward_std                            | reward std                 | total rollout group
-tokens/response_length/mean           | gen tokens sample          |
-tokens/response_length/max            | gen tokens sample max      |
-tokens/response_length/min            | gen tokens sample min      |
-tokens/response_length/mean           | response length            | rollout
-tokens/response_length/max            | response length max        | rollout
-tokens/response_length/min            | response length min        | rollout
-val/reward                            | val reward                 |
-val/accuracy                          | val accuracy               |
+# our key                             | one word of each group    | may have, too
+train/loss                            | loss                      | batch ce lm nll running total global reduced metrics
+train/loss                            | cross entropy             | language loss metrics
+val/loss                              | val loss                  | epoch lm global metrics
+train/lr                              | lr                        | adamw adam sgd pg group current actor ppo policy
+ update
+train/grad_norm                       | grad norm                 | global total l actor policy ppo update
+train/grad_norm                       | gnorm                     |
+train/time(s)                         | iter/step/batch time/sec  | total in
+train/time(s)                         | end to time               | metrics sec
+time/train/data_s                     | data/loader time/wait/sec | load loading fetch metrics
+throughput/train/tokens_per_s         | tokens sec                | throughput learner
+throughput/train/tokens_per_s_per_gpu | tokens sec gpu            | throughput
+throughput/train/tokens_per_s_per_gpu | tgs                       | throughput
+throughput/train/tokens_per_s_per_gpu | tps gpu                   | throughput
+throughput/train/tokens_per_s_per_gpu | throughput gpu            |
+throughput/train/tokens_per_s         | tps                       | throughput
+memory/cpu/rss_gib                    | cpu/host mem/ram          | gb used max process system
+memory/cpu/rss_gib                    | rss/ram                   | cpu host mem gb process proc system
+memory/max_reserved_gib               | reserved                  | gpu mem gb max system
+memory/allocated_gib                  | mem gpu/allocated/active  | gpu allocated active gb used max system
+memory/allocated_gib                  | mem                       | gb used max system
+kl                                    | kl                        | actor policy ref divergence loss penalty
+actor/approxkl                        | kl ppo                    | actor policy
+train/entropy                         | entropy                   | actor policy ppo update token loss approx all
+clip_ratio                            | clipfrac                  | pg ppo actor policy
+clip_ratio                            | clip share                | pg ppo actor policy
+completions/clipped_ratio             | truncated                 | is share rollout response
+completions/clipped_ratio             | clipped share             | rollout response
+completions/clipped_ratio             | no eos share              | actor policy ppo
+reward                                | reward                    | total raw rollout all task actor policy ppo
+reward_std                            | reward std                | total rollout group
+tokens/response_length/mean           | gen tokens sample         |
+tokens/response_length/max            | gen tokens sample max     |
+tokens/response_length/min            | gen tokens sample min     |
+tokens/response_length/mean           | response length           | rollout
+tokens/response_length/max            | response length max       | rollout
+tokens/response_length/min            | response length min       | rollout
+val/reward                            | val reward                |
+val/accuracy                          | val accuracy              |
 """
 """The words by which a name that no table holds is recognised: one of each group, and besides them
 only those in the last column and `FILLERS`.
@@ -162,7 +169,6 @@ FILLERS = {"train", "step", "mean", "per", "perf", "optim"}
 """Words that say nothing about a metric."""
 _SYNONYMS = _table("""
 val       valid validation eval evaluation test dev
-lr        learningrate
 grad      gradient gradients
 iter      iteration
 sec       s secs seconds second
@@ -183,7 +189,7 @@ reward    rewards
 response  completion completions answer answers
 length    len lengths
 accuracy  acc
-share     frac fraction ratio rate
+share     frac fraction ratio ratios rate
 """)
 SYNONYMS = {other: word for word, others in _SYNONYMS.items() for other in others}
 """Word in the name of a metric -> the word that `WORDS` has for it."""

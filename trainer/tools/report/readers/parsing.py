@@ -84,8 +84,9 @@ def guessed(name: str) -> str | None:
     """Guess our key for a metric that is in no table from the words of its name; None if they do
     not identify it.
     """
-    text = re.sub(r"(?<=[a-z])(?=[A-Z][A-Za-z])", "_", name).lower().replace("learning_rate", "lr")
-    words = {SYNONYMS.get(word, word) for word in re.findall("[a-z]+", text)}
+    text = re.sub(r"(?<=[a-z])(?=[A-Z][A-Za-z])", "_", name).lower()
+    text = re.sub("learning.?rate", "lr", text)
+    words = {SYNONYMS.get(word, word) for word in re.findall("[a-z]+|%", text)}
     for key, groups, allowed in WORDS:
         if words <= allowed and all(map(words.intersection, groups)):
             return key
