@@ -37,7 +37,8 @@ class RunDirectory:
     directory: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return a row for each logged step, without the steps that a resume or rollback undid.
+        """Return a row for each logged step, without the steps that were undone by resuming or rolling
+        back.
 
         Training and validation have separate rows.
         """
@@ -45,7 +46,7 @@ class RunDirectory:
 
     @property
     def checkpoint(self) -> Path | None:
-        """Return the checkpoint that a resume would load, if there is one."""
+        """Return the checkpoint from which the run would resume, if there is one."""
         chosen = choice.select(self.directory).chosen
         return None if chosen is None else chosen.path
 

@@ -1,6 +1,6 @@
 """The acceptance list, lines.txt, and the marks by which tests say which of its lines they show.
 
-`@pytest.mark.covers("S2.21", "S2.25:C")` shows the whole line S2.21, and of S2.25 what its mark C
+`@pytest.mark.covers("S2.21 S2.25:C")` shows the whole line S2.21, and of S2.25 what its mark C
 asks for.
 """
 
@@ -30,4 +30,4 @@ def all_covers() -> set[str]:
     """Return the statements that the marks of all test files name: `S2.21`, `S2.25:C`."""
     sources = [path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py")]
     marks = [mark for source in sources for mark in re.findall(r"mark\.covers\(([^)]*)\)", source)]
-    return {name for mark in marks for name in re.findall(r'"([^"]+)"', mark)}
+    return {name for mark in marks for name in re.findall(r"S[\d.:A-Z]+", mark)}

@@ -29,7 +29,7 @@ def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
     return run_dir, run_ranks(run, 2, run_dir, source, Recipe())[0]
 
 
-@pytest.mark.covers("S3.16", "S3.17", "S3.18", "S3.19", "S3.20", "S3.21", "S3.22", "S3.23", "S3.52")
+@pytest.mark.covers("S3.16 S3.17 S3.18 S3.19 S3.20 S3.21 S3.22 S3.23 S3.52")
 def test_layout_manifest_and_export(straight, source):
     run_dir = straight[0]
     parameters = straight[1].parameters

@@ -101,7 +101,7 @@ def train_slowly(world: World, run_dir: Path, source: Any) -> int:
     return train(world, run_dir, source, samples=SlowOnOneRank(world.rank))
 
 
-@pytest.mark.covers("S0.6", "S0.26:C", "S0.31")
+@pytest.mark.covers("S0.6 S0.26:C S0.31")
 def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path):
     assert run_ranks(train_slowly, 2, tmp_path / "run", write_model_config(tmp_path)) == [0, 0]
     first, second, third = rows(tmp_path / "run")

@@ -162,7 +162,7 @@ def require_set_aside(run_dir: Path) -> None:
     assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_200.0"]
 
 
-@pytest.mark.covers("S2.36:C", "S2.41:C")
+@pytest.mark.covers("S2.36:C S2.41:C")
 def test_a_poisoned_batch_is_undone_and_not_seen_again(rolled_back, clean):
     require_undone(*rolled_back, clean)
     assert clean.steps == tuple(range(1, NUM_STEPS + 1))

@@ -55,7 +55,7 @@ def start_on_full_disk(world: Any, run_dir: Path, source: Any) -> str:
 @pytest.mark.covers("S3.25:C")
 def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path, source):
     for error in run_ranks(start_on_full_disk, 2, tmp_path / "run", source):
-        assert "a checkpoint needs 1." in error and "0.977 KiB are free" in error
+        assert "a checkpoint needs 1." in error and "0.977 KiB is free" in error
     assert layout.checkpoints(tmp_path / "run") == []
 
 

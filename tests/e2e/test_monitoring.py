@@ -45,7 +45,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.covers("S0.29", "S0.34", "S4.40")
+@pytest.mark.covers("S0.29 S0.34 S4.40")
 def test_a_run_logs_what_the_table_promises_and_nothing_else(watched):
     rows = read_metrics(watched / "metrics.jsonl")
     columns = {"step", "attempt", "kind", "ts", "nonfinite"}
@@ -58,7 +58,7 @@ def test_a_run_logs_what_the_table_promises_and_nothing_else(watched):
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, NUM_STEPS + 1))
 
 
-@pytest.mark.covers("S0.6", "S0.26:C")
+@pytest.mark.covers("S0.6 S0.26:C")
 def test_phases_close_within_two_per_cent(watched):
     rows = [row for row in read_metrics(watched / "metrics.jsonl") if row["kind"] == "train"]
     # A busy machine may take the processor away in a single step.

@@ -38,10 +38,7 @@ def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return run_dir_of(cwd), done.stdout
 
 
-@pytest.mark.covers(
-    "S0.2", "S0.29", "S0.30", "S2.3:C", "S3.4", "S3.5", "S3.6", "S3.7", "S3.8", "S3.12", "S3.15"
-)
-@pytest.mark.covers("S3.55:C", "S3.57:C")
+@pytest.mark.covers("S0.2 S0.29 S0.30 S2.3:C S3.4 S3.5 S3.6 S3.7 S3.8 S3.12 S3.15 S3.55:C S3.57:C")
 def test_first_run_says_what_it_does(straight):
     run_dir, output = straight
     for text in ("2 ranks on CPU", "<|im_end|>]]", "step 12/12", "val/loss", "saved"):
@@ -107,7 +104,7 @@ def killed(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd
 
 
-@pytest.mark.covers("S3.27", "S3.28", "S3.29")
+@pytest.mark.covers("S3.27 S3.28 S3.29")
 def test_kill_9_then_the_same_command(straight, killed, cache, tmp_path):
     """Killed and continued, every attempt equals the uninterrupted run, bit by bit.
 
@@ -131,7 +128,7 @@ def test_kill_9_then_the_same_command(straight, killed, cache, tmp_path):
         assert every_value(run_dir, key) == every_value(straight[0], key), key
 
 
-@pytest.mark.covers("S3.29", "S3.30", "S3.31")
+@pytest.mark.covers("S3.29 S3.30 S3.31")
 def test_continue_on_other_ranks(straight, killed, cache, tmp_path):
     run_dir = run_dir_of(tmp_path)
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
@@ -143,7 +140,7 @@ def test_continue_on_other_ranks(straight, killed, cache, tmp_path):
         assert curve(run_dir, key) == curve(straight[0], key)
 
 
-@pytest.mark.covers("S3.16", "S3.26")
+@pytest.mark.covers("S3.16 S3.26")
 def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
     """One run stopped by a signal, and by SIGTERM to one rank alone, then left in peace."""
     words = (cache, *SMALL, "trainer.save_freq=-1")
@@ -219,7 +216,7 @@ def test_cannot_write_is_73(cache, tmp_path):
     )
 
 
-@pytest.mark.covers("S0.5", "S3.11", "S3.13", "S3.23")
+@pytest.mark.covers("S0.5 S3.11 S3.13 S3.23")
 def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
     """Weights, tokenizer, template and mask of the export, through transformers alone, against
     `val/loss`.

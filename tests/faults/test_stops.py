@@ -144,7 +144,7 @@ def test_no_validation_is_lost_by_a_stop(start, straight, run_dir, scenario):
     assert steps_of_validations(run_dir) == [4, 8], "a validation that was not due"
 
 
-@pytest.mark.covers("S2.36:C", "S3.41:C")
+@pytest.mark.covers("S2.36:C S3.41:C")
 def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete(base, run_dir):
     """The early stop that an owed validation finds ends the run on both ranks, and every later
     start. The best checkpoint is kept beside the newest.

@@ -93,7 +93,7 @@ def source(request, tmp_path_factory):  # type: ignore[no-untyped-def]
     return write_model_config(tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param)
 
 
-@pytest.mark.covers("S0.9", "S2.35:C", "S3.5", "S3.8", "S3.9", "S3.10", "S3.11")
+@pytest.mark.covers("S0.9 S2.35:C S3.5 S3.8 S3.9 S3.10 S3.11")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_execution_equals_the_plain_loop(source, optimizer):
     reference = plain_run(source, optimizer=optimizer)

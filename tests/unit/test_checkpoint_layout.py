@@ -44,7 +44,7 @@ def test_a_new_run_directory_has_nothing_to_continue(tmp_path):
     assert select(tmp_path).chosen is None
 
 
-@pytest.mark.covers("S3.16", "S3.26")
+@pytest.mark.covers("S3.16 S3.26")
 def test_the_pointer_is_followed_without_remark(tmp_path):
     save(tmp_path, 9, 10, 100)
     assert (tmp_path / POINTER).read_text() == "100"

@@ -97,7 +97,7 @@ def live_through(run: Run, chance: random.Random) -> None:
         before = after
 
 
-@pytest.mark.covers("S3.24", "S3.54")
+@pytest.mark.covers("S3.24 S3.54")
 def test_random_histories(memory_dir):
     for seed in range(NUM_HISTORIES):
         chance = random.Random(seed)

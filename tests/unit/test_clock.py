@@ -13,7 +13,7 @@ from trainer.train.clock import PhaseClock, TraceFile
 CPU = torch.device("cpu")
 
 
-@pytest.mark.covers("S0.6", "S0.23", "S0.24", "S0.33")
+@pytest.mark.covers("S0.6 S0.23 S0.24 S0.33")
 def test_phases_add_up_to_the_step_and_can_be_opened_in_perfetto(tmp_path):
     trace = TraceFile(tmp_path, rank=3)
     clock = PhaseClock(CPU, trace=trace)

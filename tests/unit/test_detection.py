@@ -34,7 +34,7 @@ GRAD_59 = math.exp(0.59)
 GRAD_61 = math.exp(0.61)
 
 
-@pytest.mark.covers("S2.9", "S2.25")
+@pytest.mark.covers("S2.9 S2.25")
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [

@@ -26,7 +26,7 @@ def judged(
     return found, watch
 
 
-@pytest.mark.covers("S3.43", "S3.32")
+@pytest.mark.covers("S3.43 S3.32")
 @pytest.mark.parametrize(
     ("val", "train", "expected"),
     [

@@ -84,7 +84,12 @@ Plant = Callable[[Scene], object]
 FAULTS: dict[str, tuple[str, Plant, str, str]] = {
     # name: words, what is done, the check that finds it (! fails, ? warns), words of what it says
     # and how to mend it
-    "no card": ("trainer.device=cuda", lambda s: None, "?cards", "on the machine that trains"),
+    "no card": (
+        "trainer.device=cuda",
+        lambda s: None,
+        "?cards",
+        "on the machine you will train on",
+    ),
     "a busy card": ("", lambda s: s.cards(free_gib=8), "?cards", "CUDA_VISIBLE_DEVICES"),
     "little shm": (
         "",

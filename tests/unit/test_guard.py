@@ -80,7 +80,7 @@ def test_the_guard_survives_a_restart():
     assert decision.rollback_onset == 3 and decision.is_stop, "the steps before the restart count"
 
 
-@pytest.mark.covers("S2.36", "S2.41")
+@pytest.mark.covers("S2.36 S2.41")
 @pytest.mark.parametrize(
     ("action", "expected"),
     [
@@ -164,7 +164,7 @@ def test_a_run_that_learns_nothing_from_the_start_is_stopped():
     assert [decision.is_stop for decision in decisions] == [False] * 9 + [True]
 
 
-@pytest.mark.covers("S1.14:C", "S1.34:C", "S3.35:C")
+@pytest.mark.covers("S1.14:C S1.34:C S3.35:C")
 @pytest.mark.parametrize("action", ["warn", "rollback", "stop"])
 def test_a_loss_that_keeps_rising_is_answered_as_configured(action):
     guard = new_guard(on_diverging=action)
@@ -178,7 +178,7 @@ def test_a_loss_that_keeps_rising_is_answered_as_configured(action):
     assert (decision.rollback_onset is not None) == (action == "rollback")
 
 
-@pytest.mark.covers("S3.32", "S3.41:C", "S3.51:C")
+@pytest.mark.covers("S3.32 S3.41:C S3.51:C")
 @pytest.mark.parametrize(("patience", "expected"), [(None, [0, 0, 0, 0]), (2, [0, 0, 0, 1])])
 def test_overfitting_is_reported_and_only_early_stopping_ends_the_run(patience, expected):
     events: Events = []

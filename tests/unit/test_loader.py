@@ -98,7 +98,7 @@ def require_same(found: Iterable[StepBatch], expected: Iterable[StepBatch]) -> N
             assert a.sample_ids == b.sample_ids and torch.equal(a.input_ids_T, b.input_ids_T)
 
 
-@pytest.mark.covers("S3.22", "S3.28")
+@pytest.mark.covers("S3.22 S3.28")
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stop_after", range(TWO_EPOCHS))
 def test_a_restart_at_any_step_continues_the_order(stop_after, num_workers):
@@ -115,7 +115,7 @@ def test_a_restart_at_any_step_continues_the_order(stop_after, num_workers):
     require_same([*done, *loader(num_workers=num_workers, start=first.position)], straight)
 
 
-@pytest.mark.covers("S0.4", "S0.20", "S3.28")
+@pytest.mark.covers("S0.4 S0.20 S3.28")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_any_number_of_ranks_continues_with_the_same_samples_each_once(world_size):
     """The position is one integer: what two ranks saved at step 2, any number of ranks

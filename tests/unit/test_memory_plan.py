@@ -134,7 +134,7 @@ def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path, device):
 
 
 def real_step(world: Any, source: Any, is_recomputed: bool) -> dict[str, int]:
-    """Return bytes by category at the fullest moment of a second step on real tensors."""
+    """Return bytes by category at the memory peak of a second step on real tensors."""
     model = build_toy_model(world, source, enable_gradient_checkpointing=is_recomputed)
     routers = Routers(model, world.device)
     optimizer = OPTIMIZERS["adamw"](model, optim_config())

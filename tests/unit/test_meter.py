@@ -73,7 +73,7 @@ def row_of(meter: Meter, **changes: Any) -> dict[str, float]:
     return step.row
 
 
-@pytest.mark.covers("S0.3", "S0.4", "S0.7", "S0.17", "S0.19", "S0.20", "S0.27", "S0.34", "S3.6")
+@pytest.mark.covers("S0.3 S0.4 S0.7 S0.17 S0.19 S0.20 S0.27 S0.34 S3.6")
 def test_a_row_describes_the_global_batch_in_metrics_of_the_table(monkeypatch):
     monkeypatch.setattr(meter_module, "peak_tflops", lambda device: 0.5)
     meter = new_meter(cost=StepFlops(0.0, 1e12, 0.0), data_facts={"data/truncated": 3})
@@ -105,7 +105,7 @@ def test_a_row_describes_the_global_batch_in_metrics_of_the_table(monkeypatch):
     assert [key for key in row if metrics.find(key) is None] == []
 
 
-@pytest.mark.covers("S0.6", "S0.23", "S0.24", "S0.29", "S3.49")
+@pytest.mark.covers("S0.6 S0.23 S0.24 S0.29 S3.49")
 def test_phases_of_all_ranks_are_in_the_row_of_the_step_after():
     """The times of a step travel with the next packet; before any has come, a row shows this
     rank's own.

@@ -21,7 +21,7 @@ def reduced(world: World, *sums: dict[str, Any], by_rank: tuple[Any, ...] = ()) 
     return packet.read(root=packet.sums["loss"].sqrt(), is_large=packet.sums["loss"] > 3)
 
 
-@pytest.mark.covers("S0.9", "S0.31")
+@pytest.mark.covers("S0.9 S0.31")
 def test_every_rank_sees_the_same_sums_of_scalars_and_of_tensors():
     vector = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     own = [

@@ -28,7 +28,7 @@ def test_the_mixture_names_its_sources():
     assert (math.name, math.repeat, math.keys) == ("math", 2.5, keys)
 
 
-@pytest.mark.covers("S3.12", "S3.15", "S3.24", "S3.26")
+@pytest.mark.covers("S3.12 S3.15 S3.24 S3.26")
 def test_the_coder_recipe_is_as_required():
     """The requirement fixes these values of the recipe for the 7B coder."""
     coder = load_config(["experiment=phase1_sft_qwen7b_coder"])

@@ -31,7 +31,7 @@ def finding(report: Report, rule: str) -> Finding:
     return next(f for f in report.findings if f.rule == rule)
 
 
-@pytest.mark.covers("S2.8", "S2.21", "S2.22")
+@pytest.mark.covers("S2.8 S2.21 S2.22")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_seven_intervals_are_found_and_no_eighth(seed):
     anomalies = report_of(seed).anomalies
@@ -54,7 +54,7 @@ def test_a_calm_run_of_6000_steps_has_no_interval(seed):
     assert report.anomalies == (), f"seed {seed}: {[(a.steps, a.metric) for a in report.anomalies]}"
 
 
-@pytest.mark.covers("S2.21", "S2.23")
+@pytest.mark.covers("S2.21 S2.23")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_format_and_reward_are_named_as_moving_in_phase(seed):
     for anomaly in report_of(seed).anomalies:
@@ -76,10 +76,10 @@ def test_kl_leads_length_and_length_leads_reward_again_and_again(seed):
     chains = [story_of(anomaly) for anomaly in report.anomalies]
     assert chains.count(STORY) >= 6, f"seed {seed}: {chains}"
     assert "kl → length → reward recurs" in finding(report, "kl").evidence[0]
-    assert "no single accident" in report.closing
+    assert "unlikely to be a coincidence" in report.closing
 
 
-@pytest.mark.covers("S2.24", "S2.25", "S2.26", "S2.27", "S2.28", "S2.29")
+@pytest.mark.covers("S2.24 S2.25 S2.26 S2.27 S2.28 S2.29")
 def test_the_four_causes_why_it_passed_and_how_common_it_is():
     report = report_of(0)
     assert "moved far from its reference" in finding(report, "kl").cause
@@ -96,19 +96,7 @@ def test_the_four_causes_why_it_passed_and_how_common_it_is():
     assert "PPO, GRPO, DPO" in told
 
 
-@pytest.mark.covers(
-    "S2.30",
-    "S2.31",
-    "S2.32",
-    "S2.33",
-    "S2.34",
-    "S2.35",
-    "S2.36",
-    "S2.37",
-    "S2.39",
-    "S2.40",
-    "S2.41",
-)
+@pytest.mark.covers("S2.30 S2.31 S2.32 S2.33 S2.34 S2.35 S2.36 S2.37 S2.39 S2.40 S2.41")
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
@@ -167,7 +155,7 @@ def test_it_closes_with_a_summary_and_next_steps():
     assert "1) Raise beta" in report.closing and "3) Set max_grad_norm" in report.closing
 
 
-@pytest.mark.covers("S2.2", "S2.7", "S2.12", "S2.13", "S2.14", "S2.15", "S2.20")
+@pytest.mark.covers("S2.2 S2.7 S2.12 S2.13 S2.14 S2.15 S2.20")
 def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows():
     metrics = {metric.key: metric for metric in report_of(0).metrics}
     assert len(metrics) == 31 and all(metric.meaning for metric in metrics.values())

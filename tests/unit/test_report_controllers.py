@@ -36,7 +36,7 @@ def judged(directory: Path) -> Report:
     return analyse(read_run(directory))
 
 
-@pytest.mark.covers("S1.22", "S1.26", "S1.33", "S1.42")
+@pytest.mark.covers("S1.22 S1.26 S1.33 S1.42")
 def test_none_of_sixty_good_runs_is_told_to_stop(tmp_path):
     told = {}
     for seed in range(NUM_SEEDS):

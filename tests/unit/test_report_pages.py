@@ -166,7 +166,7 @@ def test_thinned_curves_keep_every_spike(size):
     assert {values.min(), values.max()} <= set(kept.values.tolist())
 
 
-@pytest.mark.covers("S1.27", "S1.25")
+@pytest.mark.covers("S1.27 S1.25")
 def test_plots_are_of_what_matters_and_not_of_constants():
     report, log = overfitting_run()
     names = ("reward_mean", "accuracy_mean", "budget_violation_rate")

@@ -20,7 +20,7 @@ from trainer.tools.report.run_log import Series
 STEPS = np.arange(1, 401)
 
 
-@pytest.mark.covers("S2.16", "S2.17")
+@pytest.mark.covers("S2.16 S2.17")
 def test_lengths_at_their_limit_and_a_shortest_answer_that_is_long_are_told():
     run = told(analyse(swift_run(2)))
     hits = run["clipped_ratio:cap"]
@@ -50,7 +50,7 @@ def roll(directory: Path, **columns: Any) -> Report:
     )
 
 
-@pytest.mark.covers("S4.26", "S4.35")
+@pytest.mark.covers("S4.26 S4.35")
 def test_rolls_phases_and_memory_are_judged(tmp_path):
     calm = roll(tmp_path)
     assert calm.verdict == "OK" and calm.throughput is not None, calm.findings

@@ -36,7 +36,7 @@ def test_the_same_curves_read_alike_in_every_format(tmp_path, name):
         assert log.num_rows >= 204
 
 
-@pytest.mark.covers("S2.1", "S2.3", "S2.4", "S2.5", "S2.6", "S2.20")
+@pytest.mark.covers("S2.1 S2.3 S2.4 S2.5 S2.6 S2.20")
 def test_swift_grpo_metrics_keep_their_names_and_the_newest_version_counts(tmp_path):
     steps = np.arange(5, 6001, 5)
     keys = [*SWIFT_NAMES, "kl", "reward_std", "rewards/Format/mean", "completions/min_length"]
@@ -68,7 +68,7 @@ def test_a_restart_without_marker_takes_back_later_steps(tmp_path):
     assert log.series["train/time(s)"].values.tolist() == [10, 10]
 
 
-@pytest.mark.covers("S1.4", "S1.7")
+@pytest.mark.covers("S1.4 S1.7")
 def test_histories_of_epochs_and_their_tags_read_alike(tmp_path):
     columns = "loss,reward_mean,reward_std,accuracy_mean,latency_mean,budget_violation_rate"
     text = f"epoch,{columns}\n1,0.5,-0.1,0.2,0.1,90,0.4\n2,0.25,0.1,0.2,0.2,80,0.3\n"
@@ -108,7 +108,7 @@ def test_tables(tmp_path, text, expected):
     assert (values(log), log.num_unparsed) == (expected, 0)
 
 
-@pytest.mark.covers("S0.5", "S4.10", "S4.15", "S4.23")
+@pytest.mark.covers("S0.5 S4.10 S4.15 S4.23")
 @pytest.mark.parametrize(
     ("key", "names"),
     {

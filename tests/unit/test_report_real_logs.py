@@ -31,7 +31,7 @@ def finding(report: Report, name: str) -> Finding:
     return next(f for f in report.findings if f.id == name)
 
 
-@pytest.mark.covers("S2.10:R", "S2.39", "S3.33")
+@pytest.mark.covers("S2.10:R S2.39 S3.33")
 @pytest.mark.parametrize("name", RAISED)
 def test_a_raised_learning_rate_comes_first_with_its_steps_and_its_factor(name):
     report = report_of(name)
@@ -45,7 +45,7 @@ def test_a_raised_learning_rate_comes_first_with_its_steps_and_its_factor(name):
     assert "train/loss up to 5." in found.evidence[0]
 
 
-@pytest.mark.covers("S2.21", "S2.22", "S2.23")
+@pytest.mark.covers("S2.21 S2.22 S2.23")
 @pytest.mark.parametrize("name", RAISED)
 def test_the_one_interval_is_that_of_the_fault(name):
     report = report_of(name)

@@ -68,7 +68,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.covers("S2.10", "S3.33")
+@pytest.mark.covers("S2.10 S3.33")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_recognised(name):
     told = learning_rate(Series(T, 3e-5 * SCHEDULES[name]), (), 2000)

@@ -16,7 +16,7 @@ from trainer.tools.report.result import CheckItem, Report
 from trainer.tools.report.run_log import LogEvent, RunLog, Series
 
 
-@pytest.mark.covers("S1.29", "S1.36", "S1.37", "S1.17", "S1.18", "S1.19", "S1.41")
+@pytest.mark.covers("S1.29 S1.36 S1.37 S1.17 S1.18 S1.19 S1.41")
 @pytest.mark.parametrize("seed", some(range(60), 6))
 def test_a_controller_that_learns_nothing_is_bad(seed):
     reward, violation, latency = np.random.default_rng(seed).normal(0, 1, (3, 30))
@@ -34,7 +34,7 @@ def test_a_controller_that_learns_nothing_is_bad(seed):
     assert "answers field" in told(report)["accuracy:zero"].remedy
 
 
-@pytest.mark.covers("S1.17", "S1.40", "S1.44")
+@pytest.mark.covers("S1.17 S1.40 S1.44")
 def test_a_negative_reward_that_rises_is_fine():
     log = controller_run(0)
     rewards = Series(np.arange(1, 31), np.linspace(-1.0, -0.05, 30))
@@ -42,7 +42,7 @@ def test_a_negative_reward_that_rises_is_fine():
     assert told(report)["reward_trend:negative"].level == "info" and report.verdict == "OK"
 
 
-@pytest.mark.covers("S1.14", "S1.34", "S1.24")
+@pytest.mark.covers("S1.14 S1.34 S1.24")
 @pytest.mark.parametrize(("num_rising", "level"), [(12, "fail"), (6, None)])
 def test_a_loss_rising_for_more_than_ten_epochs_stops_a_run(num_rising, level):
     epochs = np.arange(30)
@@ -52,7 +52,7 @@ def test_a_loss_rising_for_more_than_ten_epochs_stops_a_run(num_rising, level):
     assert (finding and finding.level) == level
 
 
-@pytest.mark.covers("S1.21", "S1.22", "S1.38", "S1.39")
+@pytest.mark.covers("S1.21 S1.22 S1.38 S1.39")
 def test_normal_jitter_is_explained_and_not_warned_about():
     finding = told(analyse(controller_run(0)))["jitter_normal"]
     assert finding.level == "info" and "normal" in finding.title
@@ -63,7 +63,7 @@ def test_normal_jitter_is_explained_and_not_warned_about():
     assert finding.evidence[0].startswith("early ")
 
 
-@pytest.mark.covers("S3.43", "S3.32", "S1.31")
+@pytest.mark.covers("S3.43 S3.32 S1.31")
 def test_the_example_of_overfitting_recommends_checkpoint_1000():
     report = analyse(overfitting_example())
     result = report.generalisation
@@ -109,7 +109,7 @@ def with_events(log: RunLog, *messages: str) -> RunLog:
     )
 
 
-@pytest.mark.covers("S3.45", "S3.46", "S3.47", "S3.48", "S3.50", "S3.51", "S3.55", "S3.56", "S3.57")
+@pytest.mark.covers("S3.45 S3.46 S3.47 S3.48 S3.50 S3.51 S3.55 S3.56 S3.57")
 def test_a_healthy_run_passes_all_lines_of_the_checklists():
     report = analyse(with_events(sft_run(2)))
     assert len({item.id for item in report.checklist}) == 12
@@ -139,7 +139,7 @@ CHECKLIST_FAULTS: tuple[tuple[str, Change], ...] = (
 )
 
 
-@pytest.mark.covers("S3.45", "S3.46", "S3.47", "S3.48", "S3.50", "S3.51", "S3.55", "S3.56", "S3.57")
+@pytest.mark.covers("S3.45 S3.46 S3.47 S3.48 S3.50 S3.51 S3.55 S3.56 S3.57")
 @pytest.mark.parametrize(
     ("line", "build"), CHECKLIST_FAULTS, ids=[line for line, _ in CHECKLIST_FAULTS]
 )
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_was_saved_and_pruned_is_not_missed():
     assert item(report, "all_checkpoints").status == "pass" and report.verdict == "OK"
 
 
-@pytest.mark.covers("S3.40", "S3.41", "S3.56")
+@pytest.mark.covers("S3.40 S3.41 S3.56")
 def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range():
     """The losses are those of the quickstart's end: training 0.14, validation 0.09. For a
     pretrained model, 0.5 to 1.5 is usual.
@@ -189,7 +189,7 @@ def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range()
         assert item(report, "final_loss").status == "unknown"
 
 
-@pytest.mark.covers("S3.33", "S3.46")
+@pytest.mark.covers("S3.33 S3.46")
 def test_warmup_peak_and_decay_are_confirmed():
     rate = analyse(sft_run(0)).learning_rate
     assert rate is not None and (rate.schedule, rate.warmup_steps, rate.peak) == (
@@ -270,7 +270,7 @@ def test_a_validation_loss_below_the_training_loss_is_a_leak_of_pretrained_model
     assert config or leaks[0].steps == losses.ends, "from the first validation on"
 
 
-@pytest.mark.covers("S1.11", "S1.28", "S1.32")
+@pytest.mark.covers("S1.11 S1.28 S1.32")
 def test_a_controller_that_stays_flat_is_told_what_to_change():
     low = 0.05 + 0.01 * np.sin(np.arange(30))
     report = analyse(changed(controller_run(0), accuracy_mean=low, reward_mean=low))
@@ -279,7 +279,7 @@ def test_a_controller_that_stays_flat_is_told_what_to_change():
     assert "num_generations to 8 or 10" in told(report)["reward_trend:flat"].remedy
 
 
-@pytest.mark.covers("S3.25", "S3.37")
+@pytest.mark.covers("S3.25 S3.37")
 def test_slow_steps_are_put_into_proportion_and_the_disk_space_is_told():
     slow = analyse(sft(times("train/time(s)", 20.0)))
     assert "2 to 5 s is usual for 7B on 8 A100" in told(slow)["time_high"].cause

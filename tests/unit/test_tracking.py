@@ -155,7 +155,7 @@ def test_rows_beyond_a_resume_or_a_rollback_no_longer_count(tmp_path):
     assert rows == [(1, "train"), (2, "train"), (3, "train"), (3, "val")], "made up for"
 
 
-@pytest.mark.covers("S0.3", "S0.5", "S0.10", "S0.11", "S2.4", "S4.4", "S4.14")
+@pytest.mark.covers("S0.3 S0.5 S0.10 S0.11 S2.4 S4.4 S4.14")
 def test_any_key_passes_with_a_number_and_a_reducer_in_it_is_dropped(tmp_path):
     tracking = track(tmp_path)
     keys = ("train/reward_total_std", "rewards/Format/mean", "actor/kl_loss", "a@b")
@@ -306,7 +306,7 @@ def test_an_event_is_a_strict_line_and_an_error_is_an_alert(tmp_path, monkeypatc
     assert [call[1] for call in fake.calls if call[0] == "alert"] == ["no gradient"]
 
 
-@pytest.mark.covers("S3.3", "S3.7")
+@pytest.mark.covers("S3.3 S3.7")
 def test_verls_call_works_as_it_stands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = {"data": {"path": Path("a.parquet")}, "optim": SimpleNamespace(lr=1e-5)}

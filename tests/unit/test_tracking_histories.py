@@ -64,7 +64,7 @@ def whole(tmp_path: Path) -> tuple[str, str]:
     return histories(tmp_path / "whole")
 
 
-@pytest.mark.covers("S1.1", "S1.2", "S1.3", "S1.4", "S1.10")
+@pytest.mark.covers("S1.1 S1.2 S1.3 S1.4 S1.10")
 def test_one_row_per_epoch_from_one_without_any_setting(tmp_path, summaries, whole):
     header = "epoch,loss,steps,last_step,tokens,lr,grad_norm,seconds,nonfinite_steps"
     assert whole[0].splitlines()[0] == header
@@ -88,7 +88,7 @@ def test_one_row_per_epoch_from_one_without_any_setting(tmp_path, summaries, who
     ]
 
 
-@pytest.mark.covers("S1.10", "S3.29")
+@pytest.mark.covers("S1.10 S3.29")
 def test_restarts_leave_no_trace(tmp_path, whole):
     for first, last in [(1, 3), (3, 6), (5, 9), (9, 12), (2, 12)]:
         tracking = track(tmp_path / "pieces")
@@ -112,7 +112,7 @@ def test_a_rollback_leaves_no_trace(tmp_path, whole, target):
     assert histories(tmp_path / "rolled") == whole
 
 
-@pytest.mark.covers("S1.4", "S1.7")
+@pytest.mark.covers("S1.4 S1.7")
 def test_own_metrics_have_columns_and_nonfinite_losses_are_counted(tmp_path):
     tracking = track(tmp_path)
     for step, loss in enumerate([1.0, float("nan"), 3.0], start=1):

@@ -164,7 +164,7 @@ def log_steps(tracking: Tracking, steps: range, *, shift: float = 0.0) -> None:
 
 
 @by_tracker
-@pytest.mark.covers("S0.1", "S1.5", "S3.1", "S3.2", "S3.29", "S3.58")
+@pytest.mark.covers("S0.1 S1.5 S3.1 S3.2 S3.29 S3.58")
 def test_kills_leave_one_continuous_run(tmp_path, backend):
     for first_step, kill_step in short_or_full(KILLS[:2], full=KILLS):
         assert run_piece(tmp_path, backend, first_step, kill_step) == -signal.SIGKILL
@@ -213,7 +213,7 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path, backend):
     assert_same(found, expected)
 
 
-@pytest.mark.covers("S1.9", "S3.14")
+@pytest.mark.covers("S1.9 S3.14")
 def test_wandb_takes_its_names_from_the_environment_and_shows_errors(tmp_path, monkeypatch):
     names = {"PROJECT": "train and eval", "NAME": "shown", "RUN_GROUP": "together"}
     for name, value in names.items():
@@ -244,7 +244,7 @@ def test_wandb_without_key_is_dropped_and_never_asks(tmp_path, monkeypatch, capl
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
-@pytest.mark.covers("S1.5", "S1.45")
+@pytest.mark.covers("S1.5 S1.45")
 def test_the_start_names_the_places_of_the_logs_once(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "trainer.tracking.facade")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@host.invalid/mlflow")

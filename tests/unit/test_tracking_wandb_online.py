@@ -77,7 +77,7 @@ def steps_of(server: Server, key: str) -> list[int]:
     return [int(row["trainer/step"]) for row in server.rows if key in row]
 
 
-@pytest.mark.covers("S1.8", "S3.29", "S3.58")
+@pytest.mark.covers("S1.8 S3.29 S3.58")
 def test_a_resumed_run_goes_on_and_its_address_is_said(tmp_path, server, caplog):
     caplog.set_level(logging.INFO, wandb_backend.__name__)
     attempt(tmp_path, range(1, 7))

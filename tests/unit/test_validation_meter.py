@@ -56,7 +56,7 @@ def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str
     return validation.row(train_loss=1.0)
 
 
-@pytest.mark.covers("S0.5", "S0.8", "S0.25", "S3.11")
+@pytest.mark.covers("S0.5 S0.8 S0.25 S3.11")
 def test_a_validation_is_the_same_however_it_is_packed_and_dealt():
     samples = Samples()
     per_document = []

@@ -72,7 +72,7 @@ class ExportSource:
 class ExportPlan:
     """The tensors of an export, and their files.
 
-    layout: exported name -> tensor without memory, in the order of writing; files: file name ->
+    layout: exported name -> meta tensor, in the order of the files; files: file name ->
     names of its tensors; groups: exported name -> the tensors that it is made from; class_name: the
     class that loads the export; base: in a merged export, the tensors of the base model; changes:
     name of a weight in the base model -> its change. An export without weights has no `files`.
@@ -262,7 +262,7 @@ def _base_shapes(
     others: Set[str],
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Return the model's tensors in the groups, without memory. Floating-point tensors have the
+    """Return the model's tensors in the groups as meta tensors. Floating-point tensors have the
     exported dtype; `others` and integers keep the dtype of the files.
     """
     stored = {

@@ -59,7 +59,7 @@ extra_file = partial(_rank_file, "extra_state")
 
 
 def is_export(path: str) -> bool:
-    """Return True for a file of the export, which a resume does not need.
+    """Return True for a file of the export. Resuming does not need the export.
 
     `path`: as in a manifest.
     """
@@ -103,7 +103,7 @@ def read_pointer(run_dir: Path) -> Pointer:
 class CheckpointInfo:
     """A committed checkpoint: a directory `global_step_N` with a valid manifest.
 
-    All files that a resume needs have the sizes in the manifest; `verify_files` proves their
+    All files needed to resume have the sizes in the manifest; `verify_files` proves their
     contents. `published`: True if the pointer has ever named the checkpoint.
     """
 

@@ -28,7 +28,7 @@ FIXED = {
     ),
     "model.modules_to_save": "the checkpoints hold only the trained modules",
     "model.load_in_4bit": "adapters fit only the weights they were trained for",
-    "model.freeze": "the optimizer has a state only for the trained parameters",
+    "model.freeze": "the optimizer has state only for the trained parameters",
 }
 """Values whose change is always refused, and the reason."""
 

@@ -128,7 +128,7 @@ def require_space(run_dir: Path, needed_bytes: int) -> None:
     if free_bytes < needed_bytes * SPARE:
         raise CannotWriteError(
             f"{run_dir}: a checkpoint needs {readable(needed_bytes)}, but only "
-            f"{readable(free_bytes)} are free.\nFix: free some space, or {KEEP_FEWER}"
+            f"{readable(free_bytes)} is free.\nFix: free some space, or {KEEP_FEWER}"
         )
 
 

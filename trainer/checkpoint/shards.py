@@ -88,7 +88,7 @@ def saved_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict
 def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's persistent buffers, which are equal on all ranks.
 
-    Buffers that transformers computes at each start are not among them.
+    It excludes buffers that transformers computes whenever it builds the model.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
@@ -97,7 +97,8 @@ def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def num_bytes(tree: Any) -> int:
-    """Return the bytes of all local tensors in nested containers. Shared memory counts once."""
+    """Return the total size in bytes of the local tensors in nested containers. Shared memory counts
+    once."""
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in local_tensors(tree)}
     return sum(sizes.values())
 
@@ -255,7 +256,7 @@ def write_tensors(
 ) -> FileRecord:
     """Write a new safetensors file in the unfinished directory at `root`, and read it back.
 
-    layout: name -> tensor without memory, in the order of `tensors`. Raises `OSError` if the file
+    layout: name -> meta tensor, in the order of `tensors`. Raises `OSError` if the file
     reads back differently.
     """
     digests = {}
@@ -271,7 +272,7 @@ def write_tensors(
 
 
 def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Return tensors without memory that have the shapes and dtypes of the stored tensors."""
+    """Return meta tensors with the shapes and dtypes of the stored tensors."""
     return {
         name: torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.dtype], device="meta")
         for name, tensor in tensors.items()

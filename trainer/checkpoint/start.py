@@ -224,7 +224,7 @@ def _require_shared(run_dir: Path, world: World) -> None:
 def verify(candidate: CheckpointInfo, world: World) -> list[str]:
     """Return the problems found in a checkpoint. Each rank reads its share. Collective.
 
-    A damaged export is only logged, since a resume does not need it.
+    A damaged export is only logged, because resuming does not need it.
     """
     own = verify_files(candidate.path, candidate.manifest, share=(world.rank, world.size))
     reports = distributed.gather(own)

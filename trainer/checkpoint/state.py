@@ -3,8 +3,8 @@
 The name of a part decides which file contains it. `model` and `optimizer` each have a shard file on
 each rank, `data` has one file for all ranks, and every other part is in each rank's extra state.
 
-With a different number of ranks, a resume gives every rank the extra state of rank 0. This suits a
-part whose state is equal on all ranks, which each save checks, and a part for which only the state
+A run that resumes on a different number of ranks loads the extra state of rank 0 on every rank. This
+suits a part whose state is equal on all ranks, which each save checks, and a part for which only the state
 on rank 0 counts. If a class sets `state_of = OWN`, its state differs between ranks, and the run
 can continue only on the same ranks. If a class sets `is_sharded`, its state maps names to DTensors,
 which can be resharded to any number of ranks.
@@ -37,7 +37,7 @@ SEEDED = ("rng",)
 
 
 class Stateful(Protocol):
-    """A part that survives a restart.
+    """A component whose state is saved in checkpoints and restored from them.
 
     Its class may set `state_of` (default `ALL`, see `trainer.runtime.progress`) and `is_sharded`
     (default False).

@@ -55,7 +55,7 @@ class CommandParser(Parser):
 
 
 def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
-    """Add the arguments of a start as `words`. `ranks` says what N counts."""
+    """Add the arguments of a training command as `words`. `ranks` says what N counts."""
     about = f"N: {ranks} (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
     parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
 

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     ls = add(
         "ls",
         _ls,
-        "list checkpoints and leftovers, and mark the checkpoint a resume would load; works during a run",
+        "list checkpoints and leftovers, and mark the checkpoint to resume from; works during a run",
     )
     ls.add_argument(
         "directory",
@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     prune = add(
         "prune",
         _prune,
-        "delete old checkpoints and leftovers, but never the checkpoint a resume would load, which "
-        "is verified first; refused while the run trains",
+        "delete old checkpoints and leftovers, but never the checkpoint to resume from, which is "
+        "verified first; refused while the run trains",
     )
     prune.add_argument("run_dir", metavar="RUN_DIR", type=_path)
     prune.add_argument(
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint",
         metavar="CHECKPOINT",
         type=_path,
-        help="a global_step_<step>, or a run directory: then the one a resume would load",
+        help="a global_step_<step>, or a run directory: then the one to resume from",
     )
     export.add_argument(
         "target", metavar="TARGET", type=_path, help="the new directory; its parent must exist"
@@ -188,9 +188,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     """Print the checkpoints and leftovers to delete, and delete them with `--yes`. Hold the run's
     lock meanwhile.
 
-    The newest `--keep` checkpoints stay, and so does the one that a resume takes. Raises
-    `ConfigError` if a resume would find no usable checkpoint: the leftovers may then be all that
-    remains.
+    The newest `--keep` checkpoints stay, and so does the one to resume from. Raises `ConfigError`
+    if no checkpoint is usable: the leftovers may then be all that remains.
     """
     run_dir = arguments.run_dir
     listing.require_run(run_dir)
@@ -233,7 +232,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _require_whole(checkpoint: Path) -> None:
-    """Raise `OSError` if anything but the export is damaged; a resume does not need the export."""
+    """Raise `OSError` if anything but the export is damaged. Resuming does not need the export."""
     problems = listing.prove(checkpoint)
     if damage := [problem for problem in problems if not layout.is_export(problem)]:
         raise OSError(

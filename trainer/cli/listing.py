@@ -84,7 +84,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def checkpoint_to_export(path: Path) -> tuple[Path, tuple[str, ...]]:
-    """Return the checkpoint itself, or the one that a resume of the run takes, with notes."""
+    """Return the checkpoint itself, or the one from which the run would resume, with notes."""
     found = checkpoints_at(path)
     if found == [path]:
         return path, ()
@@ -94,7 +94,7 @@ def checkpoint_to_export(path: Path) -> tuple[Path, tuple[str, ...]]:
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """Return the contents of a run directory, and the checkpoint that a resume takes, for JSON."""
+    """Return the contents of a run directory, and the checkpoint to resume from, for JSON."""
     try:
         selection = choice.select(run_dir)
     except choice.NoUsableCheckpointError as error:
@@ -146,7 +146,7 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
         created = (found["created_utc"] or "-")[:19]
         marks = [found["reason"]] if found["reason"] else []
         marks += ["pointer"] if found["pointer"] else []
-        marks += ["loaded by a resume"] if found["resume"] else []
+        marks += ["resumes from here"] if found["resume"] else []
         row = f"{found['step']:9}  {found['status']:10}  {size:>9}  {ranks:>5}  {loss:>8}"
         yield f"{row}  {created:19}  {', '.join(marks)}".rstrip()
     if run["mirror"]:

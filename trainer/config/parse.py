@@ -1,4 +1,4 @@
-"""Builds a checked `Config` from the values of keys. OmegaConf converts each value to its key's type.
+"""Builds and checks a `Config` from the values of keys. OmegaConf converts each value to its key's type.
 
 The message for a mistyped key suggests the nearest known one.
 """
@@ -103,7 +103,7 @@ def unknown_key(dotted: str, siblings: list[str]) -> str:
 
 
 def to_config(tree: DictConfig, implementations: Implementations | None = None) -> Config:
-    """Return the checked `Config` of a tree. Raises `ConfigError` with all problems."""
+    """Check a tree of keys and return it as a `Config`. Raises `ConfigError` with all problems."""
     try:
         resolved: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:

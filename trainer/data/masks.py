@@ -244,7 +244,7 @@ class Renderings:
         return True
 
     def _served(self, index: int) -> Part | None:
-        """Return a sample of the prompt that a server renders, followed by the turn. Return None if
+        """Return a sample that consists of the prompt, as a server renders it, and the turn. Return None if
         the rendered turn does not begin with the header at the end of the prompt.
         """
         prompt = self._upto(index, prompt=True)

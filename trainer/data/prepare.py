@@ -1,6 +1,6 @@
 """Prepares samples: encodes rows, cuts them to length, counts them, and appends them to files.
 
-Few rows are prepared in this process, many rows in one process per CPU.
+A small dataset is prepared in this process, a large one in one process per CPU.
 """
 
 import hashlib

@@ -197,8 +197,8 @@ def _make_whole(
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove the leftovers of killed preparations, of this directory (whose lock is held) and of
-    others that no process prepares now.
+    """Remove the files that killed processes left behind while they prepared this directory (whose
+    lock is held), or another directory that no process is preparing now.
     """
     for leftover in directory.parent.glob("*.tmp-*"):
         lock = leftover.with_name(f"{leftover.name.partition('.tmp-')[0]}.lock")
@@ -208,7 +208,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Return True if the directory contains exactly the files of its checksums, unchanged."""
+    """Return True if the directory contains exactly the files in its list of checksums, unchanged."""
     try:
         listed = (directory / CHECKSUMS).read_text(encoding="utf-8")
         return listed == _checksum_lines(directory)

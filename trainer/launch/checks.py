@@ -1,7 +1,7 @@
 """Checks a configuration and a machine. Every start, `doctor` and `plan` use these checks.
 
 A check is a function that takes a `Launch` and returns findings, none if nothing is wrong. It
-raises the errors that a start would raise. Only `architecture` imports torch.
+raises the errors that the training command would raise. Only `architecture` imports torch.
 """
 
 import os
@@ -78,7 +78,7 @@ def launch_of(config: Config, asked: int | None) -> Launch:
 
 
 def run_checks(checks: Mapping[str, Check], launch: Launch) -> None:
-    """Run checks for a start: print warnings to stderr, raise the first failure.
+    """Run checks before training: print warnings to stderr, and raise the first failure.
 
     Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """
@@ -183,7 +183,7 @@ def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterato
         yield Checked("warn", what, fix)
     if getattr(found, "auto_map", None):
         what = (
-            "the model comes with code (auto_map in config.json), which engines refuse by default"
+            "the model needs custom code (auto_map in config.json), which engines refuse by default"
         )
         yield Checked("warn", what, "give the engine its flag (vLLM: --trust-remote-code)")
     for note in packed_lm.notes(found):

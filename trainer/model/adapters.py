@@ -248,7 +248,7 @@ def _given(path: str) -> "LoraConfig":
     ]
     if odd:
         raise ConfigError(
-            f"model.lora_adapter_path={path} is more than plain LoRA ({', '.join(odd)}).\n"
+            f"model.lora_adapter_path={path} uses more than plain LoRA ({', '.join(odd)}).\n"
             f"Fix: start from an adapter without these settings"
         )
     held = {key: own[key] for key in (*_HELD, "target_parameters")}

@@ -46,8 +46,8 @@ class ExpertExchange:
         """Send rows to the ranks of their experts. Collective.
 
         `rows_SH`: sorted by expert. `tokens_E`: number of rows for each expert. Return the received
-        rows, the index of each row's expert among this rank's experts, and the numbers of rows sent
-        to and received from each rank.
+        rows, the index of each row's expert among this rank's experts, and the number of rows sent to
+        and received from each rank.
         """
         counts = torch.empty_like(tokens_E)
         dist.all_to_all_single(counts, tokens_E, group=self.group)

@@ -105,7 +105,7 @@ def build_on_meta(
 
 
 def _empty_model(source: ModelSource) -> PreTrainedModel:
-    """Build transformers' own model without memory for its parameters."""
+    """Build transformers' own model without allocating its parameters."""
     config = copy.deepcopy(source.config)  # the model writes to it
     # fused attention ignores soft caps without a warning; None selects it where it exists
     is_capped = getattr(config, "attn_logit_softcapping", None)

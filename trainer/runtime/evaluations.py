@@ -33,7 +33,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_summaries(run_dir: Path) -> dict[str, dict[int, Mapping[str, Any]]]:
-    """Return the summaries that count: {name: {step: row}}, by rising step."""
+    """Return the latest summary for each name and step, {name: {step: row}}, in order of steps."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
     for row in sorted(read_evaluations(run_dir), key=lambda row: row["step"]):
         if row["kind"] == SUMMARY and isinstance(row.get("mean"), int | float):

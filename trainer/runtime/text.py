@@ -1,4 +1,4 @@
-"""Text for people: sizes, and names from files that anyone may have written."""
+"""Human-readable text: sizes, and names read from untrusted files."""
 
 
 def readable(size_bytes: float) -> str:

@@ -120,7 +120,7 @@ def now_s() -> float:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows that count, sorted by step and kind.
+    """Return the rows that no later attempt or rollback replaced, sorted by step and kind.
 
     Values that are named in `nonfinite` are converted back to floats. Torn or foreign lines are
     skipped.
@@ -129,7 +129,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[MetricsRow]:
-    """Yield the rows that count one by one, so that a long run does not fill the memory.
+    """Yield the rows of `read_metrics` one by one, so that a long run does not fill the memory.
 
     With `before_attempt`, yield only the rows that earlier attempts wrote.
     """
@@ -162,7 +162,7 @@ def read_past(path: Path) -> Past:
 
 
 def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows that count. Only their offsets in the file are kept in memory."""
+    """Yield the rows of `read_metrics`. Only their offsets in the file are kept in memory."""
     places: dict[tuple[int, str], list[int]] = {}
     for offset, content in JsonLines(path):
         step = content.get("step")

@@ -1,7 +1,7 @@
-"""`row_losses.jsonl`: the loss of every sample in every step. It lies next to `metrics.jsonl`.
+"""`row_losses.jsonl`: the loss of every sample in every step. The file is next to `metrics.jsonl`.
 
-Each line describes one step: `ids` of the samples in the training data, their numbers of supervised
-`tokens`, `loss_sums` over these tokens before the update, and `places`, the file and line of the
+Each line describes one step: `ids` of the samples in the training data, the number of supervised
+`tokens` in each sample, `loss_sums` over these tokens before the update, and `places`, the file and line of the
 samples with the highest mean loss. A line with a `kind` ("start" or "rollback") means that the run
 continues from its step: earlier lines about later steps no longer count.
 """
@@ -27,8 +27,8 @@ DIGITS = 6
 class SampleLosses:
     """The losses of the samples in one global batch.
 
-    `ids`, the numbers of supervised `tokens`, and `loss_sums` over these tokens have the same
-    length. A sample that occurs twice in the batch has one entry.
+    `ids`, the number of supervised `tokens` of each sample, and `loss_sums` over these tokens have
+    the same length. A sample that occurs twice in the batch has one entry.
     """
 
     ids: Sequence[int]

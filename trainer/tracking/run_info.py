@@ -127,5 +127,5 @@ class RunInfo:
         return self.run_dir / metrics_file.FILE_NAME
 
     def earlier_rows(self) -> Iterator[MetricsRow]:
-        """Yield the rows of earlier attempts that count. They end at the resume step."""
+        """Yield the rows of earlier attempts up to the step from which this attempt resumed."""
         return metrics_file.read_rows(self.metrics_path, before_attempt=self.attempt)

@@ -51,8 +51,8 @@ class Meter(Remembered, Part):
         data_facts: Mapping[str, float] = MappingProxyType({}),
         trace: TraceFile | None = None,
     ) -> None:
-        """`past_s`: seconds that earlier attempts took. `data_facts`: metrics about the preparation
-        of the training data.
+        """`past_s`: seconds that earlier attempts took. `data_facts`: metrics from preparing the
+        training data.
         """
         self.clock = PhaseClock(world.device, trace=trace)
         self._world = world

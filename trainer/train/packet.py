@@ -26,7 +26,7 @@ BY_RANK = "by_rank"
 
 @dataclass(frozen=True)
 class Totals:
-    """A packet on the host, equal on all ranks."""
+    """The sums over ranks on the host, equal on all ranks."""
 
     sums: Mapping[str, float]
     """Scalars summed over ranks, and scalars derived from the sums on the device."""
@@ -38,7 +38,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Packet:
-    """A packet on the device, in float64."""
+    """The sums over ranks on the device, in float64."""
 
     sums: Mapping[str, Tensor]
     fields: tuple[str, ...]

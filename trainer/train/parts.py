@@ -53,12 +53,13 @@ class Part:
     """An object that acts in every step. A subclass overrides only the methods that it needs.
 
     The methods are listed in the order in which a step calls them. Each checkpoint saves the result
-    of `state_dict` under the part's name, and a resume or rollback loads it.
+    of `state_dict` under the part's name, and it is loaded when the run
+    resumes or rolls back.
     """
 
     is_sharded: ClassVar[bool] = False
-    """True if the state maps names to DTensors, which a resume can reshard to a different number of
-    ranks. Any other state must be equal on all ranks, unless the class sets `state_of` (see
+    """True if the state maps names to DTensors, which can be resharded when the run resumes on a
+    different number of ranks. Any other state must be equal on all ranks, unless the class sets `state_of` (see
     `trainer.runtime.progress`).
     """
 
@@ -80,7 +81,7 @@ class Part:
         return {}
 
     def by_rank(self) -> Values:
-        """Return this rank's scalars, which the step's single reduction gives to all ranks."""
+        """Return this rank's scalars. The step's single all-reduce makes them available on all ranks."""
         return {}
 
     def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:

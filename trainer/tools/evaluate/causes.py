@@ -95,7 +95,7 @@ def _adapter(trained: Trained) -> Iterator[str]:
     if not (trained.export / PEFT_CONFIG).exists():
         return
     if trained.config.model.load_in_4bit:
-        yield "base: training used its weights in NF4 (model.load_in_4bit), the engine does not"
+        yield "base: training used its weights in NF4 (model.load_in_4bit), but the engine does not"
     base, _ = model_of(trained.export)
     expected = trained.manifest.fingerprints.get(BASE_WEIGHTS)
     if expected and digest(base) != expected:
@@ -158,7 +158,7 @@ def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> 
 
 @contextmanager
 def trained_model(trained: Trained) -> Iterator[Any]:
-    """Build the trained model in the way a resume does, in a process group of one rank."""
+    """Build the trained model as a resumed run does, in a process group of one rank."""
     config = trained.config
     world = distributed.start(
         torch.device("cpu"), timeout_s=60, fsdp_size=-1, heartbeat=Heartbeat()

@@ -47,10 +47,10 @@ PROOFS = "proofs"
 
 @dataclass
 class Certificate:
-    """The result of a proof, which is filled in as the proof proceeds.
+    """The result of comparing an export with the trained model, filled in step by step.
 
     `base_loss` is the loss of an adapter's base model alone. `causes` and `first_difference` are
-    set if the proof fails. `served_loss` and `tolerance` are NaN if the engine cannot load the
+    set if the losses differ. `served_loss` and `tolerance` are NaN if the engine cannot load the
     export.
     """
 
@@ -69,7 +69,8 @@ class Certificate:
 
 
 def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certificate, Path]:
-    """Prove the export of a checkpoint; return the certificate and the file that holds it.
+    """Check that a checkpoint's export has the validation loss of training; return the result and its
+    file.
 
     Raises `ConfigError` or `DataError` if there is nothing to compare.
     """

@@ -154,7 +154,7 @@ def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
 
 
 def publish(run_dir: Path, name: str) -> None:
-    """Send every summary with this name that the run's trackers lack, in order of rising step."""
+    """Send every summary with this name that the run's trackers lack, in order of steps."""
     metric = PREFIX + name
     directory = run_dir / DIRECTORY / name
     log = directory / metrics_file.FILE_NAME

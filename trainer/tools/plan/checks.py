@@ -14,7 +14,7 @@ from trainer.tools.plan.memory import GIB, Change, MemoryPlan
 
 
 def memory_and_disk(launch: Launch) -> Iterator[Checked]:
-    """Check the memory of the cards and of the host, and the disk space, for a start on this
+    """Check the memory of the cards and of the host, and the disk space, for training on this
     machine.
     """
     config = launch.config

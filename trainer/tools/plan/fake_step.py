@@ -45,8 +45,8 @@ MAX_RUN_MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """The largest workload of a data rank in a step: the document lengths of its fullest
-    micro-batch, and the number of micro-batches.
+    """The largest workload of a data rank in a step: the document lengths of its
+    largest micro-batch, and the number of micro-batches.
     """
 
     seqlens: tuple[int, ...]
@@ -82,7 +82,7 @@ ALL = "all"
 DEVICE = "device"
 HOST = "host"
 Measured = dict[str, Peaks]
-"""Bytes by category at the fullest moment of each phase of a step: for `ALL` tensors, for those on
+"""Bytes by category at the memory peak of each phase of a step: for `ALL` tensors, for those on
 the `DEVICE`, and for all tensors with the `HOST`'s page-locked blocks at their full size.
 """
 

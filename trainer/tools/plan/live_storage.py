@@ -44,7 +44,7 @@ FLASH_BLOCK_TOKENS = 128
 
 Phase = tuple[int | str, ...]
 Peaks = dict[Phase, Counter[str]]
-"""Bytes by category at the fullest moment of each phase."""
+"""Bytes by category at the memory peak of each phase."""
 
 
 class LiveStorages(TorchDispatchMode):
@@ -85,10 +85,10 @@ class LiveStorages(TorchDispatchMode):
     def peaks(
         self, *, elsewhere: frozenset[str] = frozenset(), pinned: frozenset[str] = frozenset()
     ) -> Peaks:
-        """Return the fullest moment of each phase, in order.
+        """Return the memory peak of each phase, in order.
 
-        Categories in `elsewhere` are kept in different memory: they count only at the moment of
-        their allocation. Categories in `pinned` are page-locked, in blocks larger than the tensors.
+        Categories in `elsewhere` are stored in another kind of memory: they count only when they
+        are allocated. Categories in `pinned` are page-locked, in blocks larger than the tensors.
         """
         live: Counter[str] = Counter()
         sizes: Counter[int] = Counter()

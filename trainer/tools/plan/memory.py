@@ -86,7 +86,7 @@ class Change:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank by category at the fullest moment of a step, on its device and in host
+    """Bytes of one rank by category at the memory peak of a step, on its device and in host
     memory. `saved_bytes` is the size of the rank's shards in a checkpoint.
     """
 
@@ -202,7 +202,7 @@ def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> W
 
 
 def _plan(job: Job, measured: Measured) -> MemoryPlan:
-    """Make the plan from a measured step: the fullest moment on the device, and the host memory."""
+    """Make the plan from a measured step: the peak on the device, and the host memory."""
     device = max(measured[DEVICE].values(), key=lambda held: held.total())
     always_shown = set(NAMES) - {HOST_INPUTS, FROZEN}
     saved_names = {PARAMETERS, OPTIMIZER, FROZEN}

@@ -1,4 +1,4 @@
-"""The sentences of remedies, with the option names of the framework that wrote the log."""
+"""Remedies in words, with the option names of the framework that wrote the log."""
 
 from collections.abc import Mapping
 

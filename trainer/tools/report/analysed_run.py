@@ -139,7 +139,7 @@ class AnalysedRun:
     @cached_property
     def is_configured(self) -> bool:
         """Return whether the log holds launch options. `trainer_state.json`, for example, holds
-        only lengths and cadences.
+        only the length of the run and the intervals of logging, validation and saving.
         """
         purposes = ("lr", "clip", "warmup", "schedule")
         return any(self.setting(purpose) is not None for purpose in purposes)
@@ -177,8 +177,8 @@ class AnalysedRun:
         return self.log.total_steps or self.last_step
 
     def is_busy(self, steps: Ints) -> Mask:
-        """Return a mask of the steps that saved or validated, or that follow such a step or a start
-        of the run.
+        """Return a mask of the steps that saved or validated, or that follow such a step or the
+        beginning of an attempt.
         """
         known = [state.step for state in self.log.checkpoints]
         known += [one.step for one in self.log.events if one.kind in ("start", "checkpoint")]
@@ -191,8 +191,8 @@ class AnalysedRun:
 
 
 def _ordinary(run: AnalysedRun, times: Series) -> Series:
-    """Return step times without the first steps, which compile, and without steps that save or
-    validate unless all do.
+    """Return step times, excluding the first steps, which compile, and steps that save or validate
+    (unless all do).
     """
     late = times[NUM_COMPILE:]
     keep = ~run.is_busy(late.steps)
@@ -200,7 +200,7 @@ def _ordinary(run: AnalysedRun, times: Series) -> Series:
 
 
 def _data_share(run: AnalysedRun, waits: Series) -> Series:
-    """Return the share of each step's time spent waiting for data, without the first steps."""
+    """Return the share of each step's time spent waiting for data, excluding the first steps."""
     times = run.get("time")
     late = waits[NUM_COMPILE:]
     step_s = np.interp(late.steps, times.steps, times.values)

@@ -126,7 +126,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "trend": ("", "The trend counts more than the level."),
     "negative": (
         "Accuracy is still low, or the latency budget is missed.",
-        "That is fine while it rises; else check the accuracy and the budget.",
+        "That is fine while it rises; otherwise check the accuracy and the budget.",
     ),
     "drowned": (
         "The weights of the reward's parts drown what can be learnt, or groups are too small.",
@@ -203,7 +203,8 @@ REASONS: dict[str, tuple[str, ...]] = {
         "Remove them, or raise {max_length}.",
     ),
     "no_answers": (
-        "Often the answers are missing from the metadata; else the metric does not match the texts.",
+        "Often the answers are missing from the metadata; otherwise the metric does not suit the "
+        "texts.",
         "Check the answers field, read generated texts, check the metric; early in training wait.",
     ),
     "penalty": (
@@ -212,7 +213,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
     "go_on": (
         "Training is not finished, or the penalty is weak.",
-        "Train on while it falls; else raise the violation penalty.",
+        "Train on while it falls; otherwise raise the violation penalty.",
     ),
     "far": ("A policy that is about to leave its reference.", "stronger_kl"),
     "still": ("A policy that hardly moves.", "Nothing to do if the reward rises."),
@@ -246,7 +247,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
     "scatter": (
         "Sampling has become unstable, or a reward function gives extreme values.",
-        "Read answers from after that step with their rewards.",
+        "Read answers that were generated after that step, together with their rewards.",
         "larger_group",
     ),
     "random": (

@@ -15,7 +15,7 @@ from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
 from trainer.tools.report.result import LEVELS, Finding
 
 START_STEPS = 100
-"""The steps that count as the start of a run, for trends and checklists."""
+"""The first steps of a run, for trends and checklists."""
 MAX_EVIDENCE = 10
 Findings = Iterator[Finding]
 Function = Callable[..., Findings]

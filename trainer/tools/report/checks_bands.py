@@ -100,16 +100,16 @@ def _has_generalised(run: AnalysedRun, level: float) -> str:
 
 
 def _few_are_cut(run: AnalysedRun, _: float) -> str:
-    """In a large batch, the longest answer often reaches the cap while few answers do. Where their
-    share is not known, few do if the usual answer is short.
+    """In a large batch, the longest answer often reaches the cap although only a few answers do. If
+    their share is not known, this is assumed when the usual answer is short.
     """
     shares = run.find("clipped_ratio")
     if shares:
-        are_few = bool(np.median(shares.values) < FEW_CUT_OFF)
+        are_few = float(np.median(shares.values)) < FEW_CUT_OFF
     else:
         lengths = run.find("mean_length").values
         cap = run.find("max_length").values.max()
-        are_few = len(lengths) > 0 and bool(np.median(lengths) < cap / 2)
+        are_few = len(lengths) > 0 and np.median(lengths) < cap / 2
     return "few answers are cut off" if are_few else ""
 
 
@@ -128,10 +128,11 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
     points = run.levels(row.role)
     factor = float(row.range)
     found = shift(points, sign=1 if factor > 0 else -1, ratio=abs(factor))
-    if found is None or len(within(points, *found.steps)) < row.width:
+    num_moved = len(within(points, *found.steps)) if found else 0
+    if found is None or num_moved < row.width:
         return
     is_over = not found.is_lasting
-    is_long = len(within(points, *found.steps)) >= LASTING_SHARE * len(points)
+    is_long = num_moved >= LASTING_SHARE * len(points)
     if is_over and not ("passing" in row.options and is_long):
         return
     if _is_return(points, found, abs(factor)):

@@ -68,7 +68,7 @@ HIDDEN_FALL = 0.1
 MISSING_START = 0.25
 """A flat loss is not judged if its noise can hide a fall of the first share (a quarter of it beside a
 validation loss that falls), or if the log lacks more than the second share of the steps because it
-began at a resume.
+began where a run resumed.
 """
 GUESSING = 7
 GUESSING_FALL = 0.1
@@ -91,7 +91,7 @@ DECAYED_ZERO_SHARE = 0.2
 points.
 """
 CHECK_SCHEDULE = (
-    "Check the number of steps of the schedule, {warmup}, and how a resume restores it."
+    "Check the number of steps of the schedule, {warmup}, and whether resuming restores it."
 )
 JITTER = 0.1
 """Noise above this share of the loss is mentioned."""
@@ -145,7 +145,7 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
             f"The loss does not fall: its level is {number(course.level)} over "
             f"{len(losses)} points.",
             steps=losses.ends,
-            cause="The learning rate is too low or too high, or the labels carry nothing to learn.",
+            cause="The learning rate is too low or too high, or the labels contain no learnable signal.",
             remedy=("Try {lr} three times higher and lower for 100 steps; check the labels.",),
         )
     elif len(first) == NUM_STRETCHES and not is_falling(first):
@@ -190,8 +190,8 @@ def _can_show_fall(run: AnalysedRun, losses: Series, level: float) -> bool:
 def rise_of(losses: Series) -> Move | None:
     """Return the rise of a loss over its best level so far, if it is more than noise.
 
-    The rise is a ratio, or a difference if the loss changes its sign. In the first steps a level is
-    the median of few points, because wider windows miss a low level that only a few points have.
+    The rise is a ratio, or a difference if the loss changes sign. In the first steps, a level is
+    the median of only a few points, because a wider window would miss a brief low.
     """
     ratio = RISE_RATIO
     sigma = 4
@@ -214,7 +214,7 @@ def rise_of(losses: Series) -> Move | None:
         if not rise.is_lasting:  # a smaller rise that passes can occur by chance
             lasts &= shift(losses, sign=1, ratio=ratio, sigma=8, width=width) is not None
         is_early = rise.steps[0] <= last_early
-        # levels of few points serve only for the first steps, levels of many points for both
+        # levels of a few points serve only for the first steps, levels of many points for both
         if lasts and (rise.is_lasting if is_early else width == recent):
             return rise
     return None
@@ -225,7 +225,7 @@ def diverging(run: AnalysedRun, losses: Series) -> Findings:
     """Find a loss that rose above its best level, whether it stayed there or came back."""
     rise = rise_of(losses)
     least = POLICY_RISE if run.profile == "grpo" else 0
-    if rise is None or rise.after - rise.before < least:
+    if not rise or rise.after - rise.before < least:
         return
     is_early = len(within(losses, 0, rise.at)) < NUM_EARLY
     back = "did not come back" if rise.is_lasting else f"came back after step {rise.steps[1]}"
@@ -444,7 +444,7 @@ def warmup(run: AnalysedRun, rates: Series) -> Findings:
 def without_rate(run: AnalysedRun, rates: Series) -> Findings:
     """Find a learning rate that is 0 for long.
 
-    Some logs print few digits. There, a rate of 0 is real only if nothing is learned, or if the
+    Some logs print only a few digits. There, a rate of 0 is real only if nothing is learned, or if the
     rate was not close to 0 before.
     """
     begins, ends = runs(rates.values <= 0)

@@ -125,12 +125,12 @@ def format_hacking(run: AnalysedRun) -> Findings:
 def lost_parts(run: AnalysedRun, rewards: Series) -> Findings:
     """Find parts of the reward that fall for good while the reward does not."""
     whole = shift(rewards, sign=-1)
-    if whole is not None and whole.is_lasting:
+    if whole and whole.is_lasting:
         return
     for key, series in run.log.series.items():
         is_part = _PART.fullmatch(key) and not _SILENT.search(key)
         fall = shift(finite(series), sign=-1) if is_part else None
-        if fall is not None and fall.is_lasting:
+        if fall and fall.is_lasting:
             yield warn(
                 f"{key} went from {number(fall.before)} to {number(fall.after)} after step "
                 f"{fall.at}, while the reward did not fall.",

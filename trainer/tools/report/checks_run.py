@@ -64,11 +64,11 @@ def missing_checkpoints(run: AnalysedRun) -> Findings:
 
 @finding("run_complete:steps")
 def completeness(run: AnalysedRun) -> Findings:
-    """Find planned steps that were not trained. This is only an info if the run is still training
-    or stopped early as configured.
+    """Find planned steps that were not trained. The finding is only informational if the run is still
+    training or stopped early as configured.
     """
     log = run.log
-    planned = run.log.total_steps
+    planned = log.total_steps
     if planned is None:
         raise NotJudged("the planned number of steps is not known")
     if run.last_step >= planned:

@@ -180,7 +180,7 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
     """
     val = _val_losses(run)
     told = generalisation(run)
-    if told is None or told.overfit_step is None:
+    if not told or told.overfit_step is None:
         return
     at = told.overfit_step
     kept = [one.step for one in run.log.checkpoints if one.is_complete]

@@ -17,7 +17,7 @@ class UnreadableLogError(ValueError):
 
 @dataclass(frozen=True)
 class Series:
-    """One metric: optimizer steps (int64, strictly rising) and the values (float64) at these steps.
+    """One metric: optimizer steps (int64, strictly increasing) and the values (float64) at these steps.
 
     NaN and infinities are kept. If a step was trained twice, the later value counts.
     """
@@ -104,7 +104,7 @@ class RunLog:
     events: tuple[LogEvent, ...] = ()
     checkpoints: tuple[CheckpointState, ...] = ()
     proofs: tuple[ServingCheck, ...] = ()
-    """Sorted by rising step."""
+    """Sorted by step."""
     hard_rows: tuple[HardRow, ...] = ()
     """The samples whose loss exceeds their batch's loss the most, hardest first."""
     hardest_by_step: Mapping[int, Sequence[tuple[str, float]]] = field(default_factory=dict)

@@ -28,9 +28,9 @@ def story(anomalies: tuple[Anomaly, ...]) -> str:
     for chain, times in chains.most_common(1):
         if len(chain) > 1 and times > max(1, len(anomalies) / 2):
             return (
-                f"The chain {' → '.join(chain)} recurs: {times} of {len(anomalies)} intervals "
-                f"between steps {anomalies[0].peak_step} and {anomalies[-1].peak_step} begin in "
-                f"this order, so it is no single accident."
+                f"The sequence {' → '.join(chain)} recurs: in {times} of {len(anomalies)} anomalies "
+                f"between steps {anomalies[0].peak_step} and {anomalies[-1].peak_step}, the metrics "
+                f"moved in this order, so it is unlikely to be a coincidence."
             )
     return ""
 

@@ -42,7 +42,7 @@ def cards(launch: Launch) -> Iterator[Checked]:
     if not launch.num_gpus:
         if launch.config.trainer.device == "cuda":
             what = "trainer.device=cuda, but this machine has no card"
-            yield Checked("warn", what, "run doctor on the machine that trains")
+            yield Checked("warn", what, "run doctor on the machine you will train on")
         else:
             yield Checked("ok", f"{launch.num_ranks} ranks would train on this machine's CPUs")
         return
@@ -52,7 +52,7 @@ def cards(launch: Launch) -> Iterator[Checked]:
     for number in numbers:
         free_bytes, total_bytes = torch.cuda.mem_get_info(number)
         if free_bytes < MIN_FREE_SHARE * total_bytes:
-            what = f"another process uses card {number}: {readable(free_bytes)} are free"
+            what = f"another process is using card {number}; only {readable(free_bytes)} is free"
             fix = "end that process (see nvidia-smi), or choose cards with CUDA_VISIBLE_DEVICES"
             yield Checked("warn", what, fix)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -97,7 +97,7 @@ def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
 
 
 def resume(launch: Launch) -> Iterator[Checked]:
-    """Report the checkpoint from which a start would continue, and whether the run trains now."""
+    """Report the checkpoint from which the run would resume, and whether it is training now."""
     config = launch.config
     run_dir = Path(config.trainer.default_local_dir)
     if is_live(run_dir):
@@ -113,7 +113,7 @@ def resume(launch: Launch) -> Iterator[Checked]:
 
 
 def login(launch: Launch) -> Iterator[Checked]:
-    """Check for a Weights & Biases key; a start would ask for it after the ranks have begun."""
+    """Check for a Weights & Biases key. Without it, the run would ask for one after its ranks started."""
     if "wandb" in with_environment(launch.config.trainer.logger):
         try:
             wandb_backend.require_login()

@@ -35,7 +35,7 @@ NUM_LOG_LINES = 20
 
 
 def logged(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the logged rows of one kind by rising step; [] without a log."""
+    """Return the logged rows of one kind, sorted by step; [] without a log."""
     path = run_dir / FILE_NAME
     rows = read_metrics(path) if path.exists() else []
     return [row for row in rows if row["kind"] == kind]

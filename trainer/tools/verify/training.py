@@ -112,11 +112,11 @@ def check_resume(runs: Runs) -> Checked:
 
 
 def check_memory(runs: Runs) -> Checked:
-    """Compare the fullest rank's memory with the plan, which is an upper bound."""
+    """Compare the highest memory use of a rank with the plan, which is an upper bound."""
     key = "memory/max_reserved_gib" if runs.is_on_gpu else "memory/cpu/rss_gib"
     peak_gib = max(row[key] for row in runs.timed.rows())
     planned_gib = runs.planned_gib(runs.config, runs.num_ranks)
-    what = f"the fullest rank needs {peak_gib:.2f} GiB; the plan has {planned_gib:.2f}"
+    what = f"a rank uses at most {peak_gib:.2f} GiB; the plan has {planned_gib:.2f}"
     if peak_gib <= planned_gib:
         return Checked("ok", what)
     fix = f"give `plan` a limit that is {peak_gib - planned_gib:.1f} GiB lower (--memory-gib)"

@@ -43,7 +43,7 @@ def put(key: str, value: SupportsFloat) -> None:
     packet has no slot for it.
     """
     metric = find(key)
-    if metric is not None and metric.over_ranks in COMBINED:
+    if metric and metric.over_ranks in COMBINED:
         if key not in METRICS:
             raise ValueError(
                 f"metric '{key}' cannot be combined over ranks: the table has only '{metric.key}', "
@@ -85,7 +85,7 @@ def is_signal(key: str) -> bool:
     guard itself.
     """
     metric = find(key)
-    if metric is None or metric.every != "step":
+    if not metric or metric.every != "step":
         return False
     return metric.over_ranks not in ("main", "guard")
 

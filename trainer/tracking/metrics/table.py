@@ -133,7 +133,8 @@ TABLE = (
             "data/token_imbalance",
             "ratio",
             "down",
-            "Tokens of the fullest rank / mean over ranks: 1 = even, others wait for that rank.",
+            "Tokens of the rank with the most tokens / mean over ranks: 1 = even. The others wait for "
+            "that rank.",
         ),
         (
             "train/loss",
@@ -207,8 +208,8 @@ TABLE = (
             "moe/load_max_over_mean",
             "ratio",
             "down",
-            "Tokens of the fullest expert / mean over experts, in the layer where that is largest: "
-            "1 = even. No expert has a capacity: none drops tokens.",
+            "Tokens of the busiest expert / mean over experts, in the layer where this is largest: "
+            "1 = even. Experts have no capacity limit and drop no tokens.",
         ),
         ("progress/step", "step", "none", "Finished optimizer steps, from 1."),
         ("progress/epoch", "epoch", "none", "Passes over the training data, from 0."),
@@ -253,19 +254,20 @@ TABLE = (
             "memory/allocated_gib",
             "GiB",
             "down",
-            "Device memory in tensors at the end of the step, fullest rank.",
+            "Device memory in tensors at the end of the step, on the rank with the most.",
         ),
         (
             "memory/max_allocated_gib",
             "GiB",
             "down",
-            "Peak of allocated memory since the last step, fullest rank.",
+            "Peak of allocated memory since the last step, on the rank with the highest peak.",
         ),
         (
             "memory/max_reserved_gib",
             "GiB",
             "down",
-            "Peak of reserved memory since the last step, fullest rank: what the card must have.",
+            "Peak of reserved memory since the last step, on the rank with the highest peak. The card "
+            "must have at least this much.",
         ),
         (
             "memory/max_reserved_frac",

@@ -69,7 +69,7 @@ def with_recipe(words: list[str]) -> list[str]:
 
 
 def load_config(words: list[str]) -> Config:
-    """Return the checked `Config` of defaults, recipe and overrides.
+    """Merge defaults, recipe and overrides, check them, and return them as a `Config`.
 
     Raises a `ConfigError` that names every wrong override.
     """

@@ -325,7 +325,7 @@ def _announce(parts: Run, inputs: Inputs) -> str:
 
 
 def _fingerprints(inputs: Inputs) -> dict[str, str]:
-    """Return the values that a continuation of the run is compared with. Collective."""
+    """Return the fingerprints that must match when the run resumes. Collective."""
     config = inputs.config
     fingerprints = describe_run(
         config.resolved,

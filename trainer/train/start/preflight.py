@@ -36,7 +36,7 @@ class DataFiles:
 
 
 def require_usable(config: Config) -> None:
-    """Check the run directory in the same way as a start does.
+    """Check the run directory in the same way as the ranks do at startup.
 
     Raises `ConfigError` if the directory belongs to a different run or none of its checkpoints is
     usable, and `CannotWriteError` if the directory cannot be written.
@@ -136,7 +136,7 @@ exit code.
 
 
 def already_complete(config: Config) -> str | None:
-    """Return the message of a run that has ended, if a start with `config` would change nothing.
+    """Return the message of a run that has ended, if running it again with `config` would change nothing.
 
     Returns None if the ranks must decide. Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """

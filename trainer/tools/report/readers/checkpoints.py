@@ -12,7 +12,7 @@ _STEP_DIR = re.compile(r"(global_step_|checkpoint-)(\d{1,15})")
 
 
 def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
-    """Return every `global_step_N` and `checkpoint-N` directory, sorted by rising step."""
+    """Return every `global_step_N` and `checkpoint-N` directory, sorted by step."""
     found = []
     for path in run_dir.glob("*/"):
         match = _STEP_DIR.fullmatch(path.name)

@@ -33,4 +33,7 @@ def read_console(path: Path, store: Store) -> None:
                 store.add(match[1], dict(METRIC.findall(match[2])))
             elif match := VERL.search(line):
                 store.add(match[1], dict(METRIC.findall(match[2])))
-                store.facts |= {"source": "verl", "notes": ("the console prints few digits",)}
+                store.facts |= {
+                    "source": "verl",
+                    "notes": ("the console prints only a few digits",),
+                }
