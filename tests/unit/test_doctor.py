@@ -128,7 +128,7 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
         "!memory and disk",
         "smallest change",
     ),
-    "full disk": ("", lambda s: s.free(1 << 20), "!memory and disk", "at most 6 at a time"),
+    "full disk": ("", lambda s: s.free(1 << 20), "!memory and disk", "at most 6 at once"),
 }
 
 

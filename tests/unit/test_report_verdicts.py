@@ -57,7 +57,7 @@ def test_normal_jitter_is_explained_and_not_warned_about():
     finding = told(analyse(controller_run(0)))["jitter_normal"]
     assert finding.level == "info" and "normal" in finding.title
     assert all(
-        words in finding.cause for words in ("sampled groups", "small batches", "unlike difficulty")
+        words in finding.cause for words in ("groups are sampled", "batches are small", "differ in")
     )
     assert all(words in finding.remedy for words in ("to 8 or 10", "decay", "train longer"))
     assert finding.evidence[0].startswith("early ")

@@ -38,7 +38,8 @@ def write(checkpoint: Path, finished: Finished) -> None:
 
 
 def read(checkpoint: Path) -> Finished | None:
-    """Return the end of the run as recorded in a checkpoint; None without a readable record."""
+    """Return the end of the run as recorded in a checkpoint; None if there is no
+    readable record."""
     try:
         return Finished(**read_object(checkpoint / FILE_NAME))
     except TypeError:

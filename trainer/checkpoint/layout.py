@@ -165,7 +165,7 @@ def inspect(path: Path) -> Checkpoint:
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
     """Return every `global_step_N`, committed or not, sorted by step.
 
-    A directory that is deleted meanwhile is left out.
+    A directory that is deleted during the scan is left out.
     """
     names = [name for name in fsio.list_dir(run_dir) if parse_step(name) is not None]
     found = [inspect(run_dir / name) for name in names]

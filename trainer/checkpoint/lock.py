@@ -122,7 +122,7 @@ class RunLock:
         self.release()
 
     def _try_acquire(self) -> bool:
-        """Try once to take the lock. Return False if another run holds it or took it meanwhile."""
+        """Try once to take the lock. Return False if another run holds it or takes it at the same time."""
         is_locked = try_lock(self._open(os.O_CREAT))
         if is_locked is None:
             return False
@@ -149,7 +149,7 @@ class RunLock:
     def _make_again(self) -> bool:
         """Create a removed lock file again. Return True if this run then holds the lock.
 
-        A file that already exists at the path belongs to another run, which started meanwhile.
+        A file that already exists at the path belongs to another run, which started in the meantime.
         """
         try:
             if try_lock(self._open(os.O_CREAT | os.O_EXCL)) is None:

@@ -38,7 +38,7 @@ def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
             try:
                 os.link(file, target)
             except FileNotFoundError:
-                pass  # The checkpoint was deleted meanwhile, so the manifest is missing too.
+                pass  # The checkpoint has just been deleted, so the manifest is missing too.
             except OSError:
                 source = info.path
                 break

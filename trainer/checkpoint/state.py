@@ -3,11 +3,11 @@
 The name of a part decides which file contains it. `model` and `optimizer` each have a shard file on
 each rank, `data` has one file for all ranks, and every other part is in each rank's extra state.
 
-A run that resumes on a different number of ranks loads the extra state of rank 0 on every rank. This
-suits a part whose state is equal on all ranks, which each save checks, and a part for which only the state
-on rank 0 counts. If a class sets `state_of = OWN`, its state differs between ranks, and the run
-can continue only on the same ranks. If a class sets `is_sharded`, its state maps names to DTensors,
-which can be resharded to any number of ranks.
+A run that resumes on a different number of ranks loads the extra state of rank 0 on every rank.
+This suits a part whose state is the same on all ranks (each save checks this), and a part for which
+only the state on rank 0 counts. If a class sets `state_of = OWN`, its state differs between ranks,
+and the run can resume only with the same number of ranks and the same mesh. If a class sets
+`is_sharded`, its state maps names to DTensors, which can be resharded to any number of ranks.
 """
 
 import hashlib
@@ -256,7 +256,7 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
             raise ConfigError(
                 f"{path} holds one state of the part '{name}' for each of its ranks "
                 f"({manifest.mesh}), which the ranks of this run ({world.mesh_sizes}) cannot load.\n"
-                f"Fix: continue on the same ranks, or start a new run from the weights with "
+                f"Fix: resume with the same number of ranks, or start a new run from the weights with "
                 f"trainer.experiment_name=<new name> and model.partial_pretrain={path}/huggingface"
             )
         if is_sharded(part):

@@ -1,4 +1,4 @@
-"""Access to any storage that fsspec supports, as files below one URL."""
+"""Access to any storage that fsspec supports, as files under one URL."""
 
 import time
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def require_usable(url: str) -> None:
 
 
 def count_files(url: str, *, within_s: float) -> int:
-    """Return the number of files below a URL. Raises `ConfigError`, `StorageError`."""
+    """Return the number of files under a URL. Raises `ConfigError`, `StorageError`."""
     listed = begun(lambda: Storage(url).sizes())
     if not wait([listed], timeout=within_s).done:
         raise SilentError(f"{url} did not answer within {within_s:.0f} s")

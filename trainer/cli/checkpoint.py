@@ -151,7 +151,7 @@ def _show(lines: Iterable[str]) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    """Print a table, or JSON, of the checkpoints of one run or of all runs below a directory."""
+    """Print a table, or JSON, of the checkpoints of one run or of all runs under a directory."""
     root = arguments.directory or listing.RUNS_ROOT
     listing.require_dir(root)
     run_dirs = [root] if listing.is_run(fsio.list_dir(root)) else list(listing.runs_below(root))
@@ -167,7 +167,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Print a line for each checkpoint. If rotation deletes one meanwhile, that does not count as
+    """Print a line for each checkpoint. If rotation deletes one during the check, that does not count as
     damage.
     """
     code = EXIT_DONE
@@ -177,7 +177,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         if not problems:
             _show([f"ok      {path}  {readable(tree_bytes(path))}"])
         elif path not in arguments.paths and not os.path.lexists(path):
-            _show([f"gone    {path}  deleted meanwhile"])
+            _show([f"gone    {path}  deleted during this check"])
         else:
             code = EXIT_CRASH
             _show([f"FAILED  {path}", *(f"        {problem}" for problem in problems)])
@@ -185,8 +185,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    """Print the checkpoints and leftovers to delete, and delete them with `--yes`. Hold the run's
-    lock meanwhile.
+    """Print the checkpoints and leftovers to delete, and delete them with `--yes`, while holding the
+    run's lock.
 
     The newest `--keep` checkpoints stay, and so does the one to resume from. Raises `ConfigError`
     if no checkpoint is usable: the leftovers may then be all that remains.

@@ -3,31 +3,34 @@
 from trainer.runtime.environment import call
 
 TRAIN = "train"
-GROUPS = {  # by group and name: a description, and example arguments
+GROUPS = {  # {group: {name: (description, example arguments)}}
     "before a run": {
         "doctor": (
-            "machine, disk, data and model, each line with its fix; --run trains",
+            "check machine, disk, data and model, and print a fix for each problem; --run also trains",
             "8 experiment=mine",
         ),
-        "plan": ("memory and disk of a run, and which override makes it fit", "8 experiment=mine"),
-        "data": ("show samples with their masks, or count them", "preview experiment=mine"),
+        "plan": (
+            "estimate the memory and disk space that a run needs, and what would make it fit",
+            "8 experiment=mine",
+        ),
+        "data": ("show samples with their loss masks, or count them", "preview experiment=mine"),
     },
     "a run": {
-        TRAIN: ("train, or continue a run", "8 experiment=mine optim.lr=1e-5"),
+        TRAIN: ("train, or resume a run", "8 experiment=mine optim.lr=1e-5"),
         "report": (
-            "verdict and findings of runs, from their logs",
+            "print a verdict on runs and their problems, from their logs",
             "checkpoints/mine/first --html report.html",
         ),
     },
     "checkpoints": {
-        "checkpoint": ("list, verify, delete and export them", "ls checkpoints"),
-        "mirror": ("bring the mirror of a run up to date", "checkpoints/mine/first"),
+        "checkpoint": ("list, verify, delete or export checkpoints", "ls checkpoints"),
+        "mirror": ("upload checkpoints that the mirror of a run lacks", "checkpoints/mine/first"),
         "prove": (
-            "check that an export serves the loss its step was validated with",
+            "check that an export, when served, has the validation loss of its step",
             "checkpoints/mine/first",
         ),
         "evaluate": (
-            "score generated answers: text, numbers, programs",
+            "score generated answers as text, numbers or programs",
             "checkpoints/mine/first --score numeric --watch",
         ),
     },

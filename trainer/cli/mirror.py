@@ -20,7 +20,7 @@ from trainer.tracking.run_info import read_config
 def main(argv: list[str]) -> int:
     parser = Parser(
         "mirror",
-        description="Upload what the mirror of a run lacks. A run does this by itself; use this "
+        description="Upload what the mirror of a run lacks. A run does this automatically; use this "
         "command for what was missing when it ended.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)

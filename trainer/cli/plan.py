@@ -1,4 +1,4 @@
-"""Predict memory and disk of a run: `bash run_sft.sh plan [N] [key=value ...]`.
+"""Predict the memory and disk space that a run needs: `bash run_sft.sh plan [N] [key=value ...]`.
 
 It needs the model's config.json, but no weights, GPU or data. Exit codes: 0 fits, 1 does not fit, 2
 wrong usage or configuration. torch is imported once the configuration is known to be valid.
@@ -59,7 +59,7 @@ def _parse(argv: list[str]) -> Namespace:
     parser = Parser(
         "plan",
         usage="%(prog)s [N] [key=value ...] [--memory-gib X]",
-        description="Predict memory and disk of a run, and print the override that makes it fit.",
+        description="Predict the memory and disk space that a run needs, and print the override that makes it fit.",
     )
     add_words(parser, ranks="ranks on all machines together")
     parser.add_argument(

@@ -50,7 +50,7 @@ def _schema(cls: type) -> type:
 
 
 def _has_entries(own: "Field[Any]") -> bool:
-    """Return True for a key whose value is a list of groups, or either a text or a list."""
+    """Return True for a key whose value is a list of groups, or either a string or a list."""
     return any(get_origin(kind) is list or is_dataclass(kind) for kind in get_args(own.type))
 
 
@@ -139,7 +139,7 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str
 
 
 def _with_entries(value: Any, own: "Field[Any]", dotted: str, problems: list[str]) -> Any:
-    """Return the value of a key with entries: a text, or a list in which mappings have become
+    """Return the value of a key with entries: a string, or a list in which mappings have become
     groups.
     """
     kinds = own.type, *get_args(own.type)

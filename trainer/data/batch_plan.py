@@ -310,7 +310,7 @@ def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, 
 def deal_facts(
     lengths: np.ndarray, num_loss_tokens: np.ndarray, dealt: list[list[list[int]]], limits: Limits
 ) -> dict[str, float]:
-    """Return metrics of how a global batch was packed and dealt. `dealt` is the result of
+    """Return metrics on how a global batch was packed and distributed to the ranks. `dealt` is the result of
     `RankPlan.deal`.
     """
     num_tokens = int(lengths.sum())

@@ -19,7 +19,7 @@ from trainer.data.template import ChatTemplate, TokenTexts, Tools
 from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder, require_unicode
 from trainer.errors import DataError
 
-# one call of the tokenizer: enough text for all cores, but a token takes over 100 bytes meanwhile
+# one call of the tokenizer: enough text for all cores, but each token takes over 100 bytes during the call
 BATCH_CHARS = 300_000
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 

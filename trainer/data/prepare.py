@@ -157,8 +157,8 @@ def _pieces(sample: Encoded, max_length: int) -> list[Encoded]:
 def prepare_blocks(
     encoder: RowEncoder, blocks: Iterable[Located]
 ) -> Generator[PreparedRows, None, None]:
-    """Yield the prepared blocks in order, and read a limited number ahead. Raises `DataError` as
-    the encoder does.
+    """Yield the prepared blocks in order, reading only a limited number ahead. Raises `DataError` in
+    the same cases as the encoder.
     """
     blocks = iter(blocks)
     first = list(islice(blocks, 2))

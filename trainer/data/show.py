@@ -35,7 +35,7 @@ Tree = dict[str, Any]
 
 
 def visible(text: str) -> str:
-    """Return a text in which characters that are not safe to print are escaped."""
+    """Return a string in which characters that are not safe to print are escaped."""
     return _INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

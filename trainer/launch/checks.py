@@ -151,7 +151,7 @@ def network(launch: Launch) -> Iterator[Checked]:
         socket.getaddrinfo(master, launch.layout.master_port)
     except OSError as error:
         what = f"this machine cannot resolve MASTER_ADDR={master}: {error.strerror or error}"
-        fix = "set the name or address of the first machine, unless that machine is still starting"
+        fix = "set MASTER_ADDR to the name or address of the first machine; if that machine is still starting, wait"
         yield Checked("warn", what, fix)
         return
     if "GLOO_SOCKET_IFNAME" not in os.environ and not gloo_interface(master):

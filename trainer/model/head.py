@@ -1,6 +1,6 @@
 """The output projection with the loss inside: the full logits never exist.
 
-Shape suffixes: S supervised positions, B positions of a block, whose logits exist at a time, C
+Shape suffixes: S supervised positions, B positions of a block, whose logits exist at once, C
 positions of a chunk, for which the loss is computed, H hidden size, V vocabulary.
 """
 
@@ -15,7 +15,7 @@ from trainer.model.losses import Loss, LossAndGradient
 
 BLOCK_TOKENS = 4096
 LOGITS_BYTES = 5 * 2**28
-"""Largest number of positions whose logits exist at a time, and largest size of these logits in
+"""Largest number of positions whose logits exist at once, and largest size of these logits in
 bytes. Each block rewrites the weight's gradient: 6.5 GB of memory traffic for a 7B model with V =
 152k, little compared with the products of 4,096 positions. The block size depends on vocabulary and
 dtype, not on the card, so the sum over blocks rounds equally wherever a run continues.

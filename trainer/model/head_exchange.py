@@ -29,7 +29,7 @@ def require_divisible(num_query_heads: int, size: int) -> None:
         raise ConfigError(
             f"model.ulysses_sequence_parallel_size={size} does not divide the {num_query_heads} "
             f"attention heads of this model.\n"
-            f"Fix: one of {possible}"
+            f"Fix: set it to one of {possible}"
         )
 
 

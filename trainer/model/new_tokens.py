@@ -1,4 +1,4 @@
-"""Add tokens to a model: a directory with a longer tokenizer, and new rows in the weights."""
+"""Add tokens to a model: a directory with an extended tokenizer, and new rows in the weights."""
 
 import hashlib
 import json

@@ -210,8 +210,8 @@ def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
 
 
 def text_config(whole: PreTrainedModel) -> PretrainedConfig:
-    """Return the language model's config. The whole model's weights decide whether its head is
-    tied.
+    """Return the language model's config. `tie_word_embeddings` follows from the whole model's weights,
+    not from its config.
     """
     config = copy.deepcopy(whole.config.get_text_config())
     config.tie_word_embeddings = has_tied_head(whole)

@@ -155,7 +155,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def tree_bytes(path: Path) -> int:
-    """Return the size of a file, or of all files below a directory, without following links.
+    """Return the size of a file, or of all files under a directory, without following links.
 
     The size is in bytes. Files that disappear during the scan are not counted.
     """

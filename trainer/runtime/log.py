@@ -21,7 +21,7 @@ class SafeStream:
     """A standard stream whose writes raise no error after a broken pipe, a full disk or a closed
     terminal.
 
-    After the first failed write the descriptor leads to /dev/null, for libraries and child
+    After the first failed write the descriptor points to /dev/null, for libraries and child
     processes too.
     """
 

@@ -106,7 +106,7 @@ def new_status(num_ranks: int) -> Iterator[Status]:
 
 
 def launcher_status() -> Status | None:
-    """Return the files of this rank's launcher; None without a launcher."""
+    """Return the files of this rank's launcher; None if there is none."""
     address = os.environ.get(VARIABLE)
     return None if address is None else Status(address)
 

@@ -27,7 +27,7 @@ from trainer.train.throughput import peak_tflops
 EMA_DECAY = 0.98
 WINDOW_STEPS = 100
 OWN_PHASES = ("data", "shard", "logging", "guard")
-"""Phases in which a rank works by itself. In other phases it may be waiting for a slower rank."""
+"""Phases in which a rank works without the other ranks. In other phases it may be waiting for a slower rank."""
 UPDATE_PHASES = ("forward", "backward", "optimizer")
 
 

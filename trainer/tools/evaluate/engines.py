@@ -46,7 +46,8 @@ def make_generate(engine: str, python: str) -> Generate:
 def model_of(export: Path) -> tuple[Path, dict[str, Any]]:
     """Return the directory of the whole model, and the settings of the adapter.
 
-    The whole model is the export itself, without settings, or the base model of an adapter. Raises
+    If the export is a whole model, return it and no settings. If it is an adapter, return its base
+    model and the adapter's settings. Raises
     `ConfigError` if the base model is missing.
     """
     if not (export / PEFT_CONFIG).exists():

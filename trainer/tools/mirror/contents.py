@@ -95,9 +95,10 @@ def claim(trainer: TrainerConfig, storage: Storage) -> None:
 
 
 def _pointer(storage: Storage, sizes: Mapping[str, int]) -> int | None:
-    """Return the step that the mirror's pointer names; None without a complete pointer file.
+    """Return the step that the mirror's pointer names; None if there is no complete pointer
+    file.
 
-    A text without its final newline was cut short.
+    A file without a final newline was truncated.
     """
     text = (_read(storage, POINTER, sizes) or b"").decode(errors="replace")
     return layout.pointed_step(text) if text.endswith("\n") else None

@@ -77,7 +77,8 @@ def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
 
 
 def _own_step(trainer: TrainerConfig) -> int | None:
-    """Return the step that the run directory continues from; None without a usable checkpoint."""
+    """Return the step that the run directory continues from; None if no checkpoint is
+    usable."""
     with suppress(NoUsableCheckpointError):
         if (chosen := choice.select(Path(trainer.default_local_dir)).chosen) is not None:
             return chosen.step

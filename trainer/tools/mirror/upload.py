@@ -129,7 +129,7 @@ class Uploader:
                 problem = error
         held = look(self._storage)
         if layout.read_pointer(self._run_dir).step != pointer:
-            return  # the run has saved meanwhile
+            return  # the run has saved in the meantime
         if pointer not in held.whole or held.pointer != pointer:
             raise StorageError(
                 f"{self._storage.url} does not show step {pointer} yet, although it was written"

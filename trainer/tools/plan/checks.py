@@ -47,7 +47,7 @@ def check_disk(config: Config, plan: MemoryPlan) -> Checked:
     one_bytes = shard_bytes(plan) + exported_bytes
     most = most_checkpoints(config)
     number = max(1, (most or 1) - len(layout.committed(run_dir)))
-    kept = "all are kept" if most is None else f"at most {most} at a time"
+    kept = "all are kept" if most is None else f"at most {most} at once"
     free_bytes = fsio.free_bytes(existing_parent(run_dir))
     what = (
         f"{run_dir}: checkpoints of {readable(one_bytes)} ({readable(exported_bytes)} of it "

@@ -34,7 +34,7 @@ def export_bytes(config: Config, plan: MemoryPlan) -> int:
 
 
 def most_checkpoints(config: Config) -> int | None:
-    """Return the largest number of checkpoints that exist at a time: those kept and the one being
+    """Return the largest number of checkpoints that exist at the same time: those kept and the one being
     written. Return None if all are kept and the length of the run is unknown.
     """
     trainer = config.trainer

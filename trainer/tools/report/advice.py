@@ -9,17 +9,15 @@ from trainer.tools.report.learning_rate import scheduled
 ADVICE: Mapping[str, tuple[str, str]] = {
     "clip": (
         "Set {new_clip}, and skip the optimizer step when the norm is far above it.",
-        "A clipped update moves the weights no further than the limit, whatever the batch; set too "
-        "low, it slows all learning.",
+        "Clipping limits how far a batch can move the weights; too low a limit slows all learning.",
     ),
     "lower_rate": (
         "Lower {new_lr} and set {warmup} to 0.1.",
         "Smaller updates stay where the loss still falls; training takes more steps.",
     ),
     "decay": (
-        "Let the rate fall: {schedule}=cosine or linear.",
-        "The last updates average out instead of following the last batches; a run prolonged later "
-        "continues from a low rate.",
+        "Let the learning rate decay: {schedule}=cosine or linear.",
+        "The last updates average out; a run that is extended later continues at a low rate.",
     ),
     "larger_batch": (
         "Raise {new_batch}, or {accumulation} to 8.",
@@ -36,11 +34,11 @@ ADVICE: Mapping[str, tuple[str, str]] = {
     "shorter_completions": (
         "Lower {new_completion}, give truncated answers reward 0, and set stop words or the "
         "end-of-text token.",
-        "Answers that never stop no longer fill the batch; those that need the length are lost.",
+        "Answers that never stop no longer fill the batch; answers that need the length are lost.",
     ),
     "watch": (
         "Validate and save often ({eval}=100 and {save}=100); {watched}.",
-        "A fault is noticed early and little is lost; validating and saving take time and disk.",
+        "You notice problems early and lose little; validating and saving take time and disk space.",
     ),
     "larger_group": (
         "Raise {group} to 8 or 10, the batch size, the learning rate's decay, or train longer.",
@@ -49,11 +47,11 @@ ADVICE: Mapping[str, tuple[str, str]] = {
     ),
     "loading": (
         "Raise {workers}, prepare the data beforehand, or use a faster disk.",
-        "Loading in the background hides its time; workers take memory and processor cores.",
+        "Workers load data in the background while the model trains; they need memory and CPU cores.",
     ),
     "memory": (
         "Use {memory}, or a smaller micro-batch.",
-        "Activations are recomputed instead of kept, and less is held at once; a step takes longer.",
+        "Activations are recomputed instead of stored, so less memory is needed; a step takes longer.",
     ),
 }  # fmt: skip
 """Name -> a sentence with options as {purpose}, and a sentence on its principle and its cost."""

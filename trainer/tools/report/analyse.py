@@ -91,7 +91,7 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
 
 
 def _normal(run: AnalysedRun) -> str:
-    """Describe a healthy run by its falling loss, a controller by the trends of its results."""
+    """Describe a healthy run by its falling loss, or a controller run by the trends of its results."""
     is_controller = run.profile == "controller"
     rising, falling = (("reward", "accuracy"), ("violation",)) if is_controller else ((), ("loss",))
     good = [f"the {role} rose" for role in rising if is_rising(run.levels(role))]
@@ -152,7 +152,7 @@ def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> s
     if verdict == "OK" and run.log.exit_code == 0 and run.last_step >= run.total_steps:
         return "The run is complete. Score its checkpoints on your task before you use one."
     if verdict == "OK":
-        return "Train on as configured. Look again at the next validation or after ten epochs."
+        return "Continue as configured. Look again at the next validation or after ten epochs."
     if verdict == "INSUFFICIENT":
         return "Let the run continue, then report again. The log shows no fault so far."
     urgent = [one.remedy for one in findings[:NUM_TOP] if one.level in VERDICTS and one.remedy]

@@ -1,7 +1,7 @@
 """Finds the intervals in which a run left its usual range.
 
 Bursts of single metrics are merged into one interval, together with the metrics that moved at the
-same time. A large rise of a loss, a gradient norm or a KL is an anomaly by itself. Lengths, rewards
+same time. A large rise of a loss, a gradient norm or a KL is an anomaly on its own. Lengths, rewards
 and policy statistics sometimes jump alone; it is an anomaly only if two of these groups jump
 together.
 """
@@ -25,7 +25,7 @@ GROUPS = ("kl", "policy", "length", "reward", "gradient", "loss")
 known to cause the later ones.
 """
 EFFECTS = {"loss": (8, 1.5, 0.1), "gradient": (6, 5, 0), "kl": (6, 5, 1.0)}
-"""Maps each group that is an anomaly by itself to its limits: a score, a factor and a distance.
+"""Maps each group that is an anomaly on its own to its limits: a score, a factor and a distance.
 
 A point must exceed all three. Where a metric has values that are not positive, the score and
 `POLICY_RISE` apply instead.

@@ -1,4 +1,4 @@
-"""Tables of the usual ranges of metrics, and of the moves, growth and plateaus that are faults.
+"""Tables of the usual ranges of metrics, and of the shifts, growth and plateaus that indicate a problem.
 
 `checks_bands.py` judges each row. The column `reason` holds a key of `REASONS`, which gives the
 cause and the remedies.
@@ -129,35 +129,35 @@ REASONS: dict[str, tuple[str, ...]] = {
         "That is fine while it rises; otherwise check the accuracy and the budget.",
     ),
     "drowned": (
-        "The weights of the reward's parts drown what can be learnt, or groups are too small.",
+        "The weights of the reward functions hide the signal to learn from, or groups are too small.",
         "Change the reward weights.",
         "larger_group",
     ),
     "unsuitable": (
-        "Too little training yet, or unsuitable hyper-parameters.",
+        "The run is still too short, or the hyperparameters are unsuitable.",
         "Train longer, or change {lr} and {group}.",
     ),
-    "no_end": ("Some answers never stop by themselves.", "shorter_completions"),
+    "no_end": ("Some answers never reach an end token.", "shorter_completions"),
     "no_labels": (
-        "No label token in the batches: wrong template or mask, or samples cut too early.",
-        "Look at the labels of a batch, and at {max_length} and the truncation.",
+        "The batches have no label tokens: wrong template or mask, or truncation comes too early.",
+        "Look at the labels of a batch, and check {max_length} and the truncation.",
     ),
     "no_groups": (
-        "No effective groups: where all rewards of a group are equal, its advantages are 0.",
+        "Groups have no effect: if all rewards of a group are equal, its advantages are 0.",
         "Check that a group holds several answers to one prompt.",
         "larger_group",
     ),
     "kept": (
-        "Something is kept that should be freed: a list of losses, a cache, worker processes.",
-        "Compare with {workers}=0; look for tensors kept over steps.",
+        "Memory is not freed: for example a list of losses, a cache, or worker processes.",
+        "Compare with {workers}=0, and look for tensors that are kept from step to step.",
     ),
     "unfit": (
-        "Data and model do not fit: wrong tokenizer or chat template, or untrained weights.",
-        "Read a tokenized sample back, and check which weights were loaded.",
+        "The tokenizer or chat template does not match the model, or the weights are untrained.",
+        "Decode a tokenized sample, and check which weights were loaded.",
     ),
     "by_heart": (
-        "The model has probably memorized the samples: too many passes over too few samples.",
-        "Fewer {epochs}, more data, an earlier checkpoint.",
+        "The model has probably memorized the samples: it saw too few of them too often.",
+        "Train for fewer {epochs}, add data, or use an earlier checkpoint.",
     ),
     "unstable": ("Training is unstable: the learning rate is too high.", "lower_rate", "clip"),
     "unsaved": (
@@ -166,11 +166,12 @@ REASONS: dict[str, tuple[str, ...]] = {
         "Look for save errors in the log, and check the free disk space.",
     ),
     "scale": (
-        "An unusual scale of the loss or of the model; by itself no fault.",
+        "The loss or the model has an unusual scale. This alone is not a problem.",
         "Nothing to do if the loss falls steadily.",
     ),
     "vanished": (
-        "Nothing left to learn, a loss without label tokens, dead or frozen layers, or underflow.",
+        "Nothing is left to learn, the loss covers no label tokens, layers are dead or frozen, or "
+        "gradients underflow.",
         "Check the labels and which parameters are trained; stop if the loss no longer falls.",
     ),
     "slow_data": (
@@ -178,34 +179,37 @@ REASONS: dict[str, tuple[str, ...]] = {
         "loading",
     ),
     "slow": (
-        "Slow data loading or storage, too little parallelism, or simply a large model: 2 to 5 s "
-        "is usual for 7B on 8 A100 at 4096 tokens.",
+        "Data loading or storage is slow, there is too little parallelism, or the model is simply "
+        "large: 2 to 5 s is usual for 7B on 8 A100 at 4096 tokens.",
         "loading",
     ),
-    "stalls": ("Stalls of the loader, the network or the storage.", "loading"),
-    "stops": ("No answer stopped where it should: what ends a text was disturbed.", "watch"),
+    "stalls": ("The loader, the network or the storage stalls.", "loading"),
+    "stops": (
+        "No answer stopped where it should: the policy has unlearned the end token.",
+        "watch",
+    ),
     "idle": (
-        "Batches too small, waiting for data, or waiting for other ranks.",
+        "Batches are too small, or the devices wait for data or for other ranks.",
         "larger_batch",
         "loading",
     ),
     "headroom": (
-        "No headroom for fragmentation or longer batches: one longer sample may not fit.",
+        "There is no headroom for fragmentation or longer batches: one longer sample may not fit.",
         "memory",
     ),
-    "too_little": ("Too little device memory.", "memory"),
+    "too_little": ("The device has too little memory.", "memory"),
     "cut": (
-        "{max_length} is shorter than the data: answers lose their ends.",
+        "{max_length} is shorter than some samples, so their answers are cut off.",
         "Raise {max_length}, or leave long samples out.",
     ),
     "empty": (
-        "Empty answers, or prompts that fill the length limit: they teach nothing.",
+        "Answers are empty, or prompts fill the length limit: the model learns nothing from them.",
         "Remove them, or raise {max_length}.",
     ),
     "no_answers": (
         "Often the answers are missing from the metadata; otherwise the metric does not suit the "
         "texts.",
-        "Check the answers field, read generated texts, check the metric; early in training wait.",
+        "Check the answers field and the metric, and read generated texts. Early in training, wait.",
     ),
     "penalty": (
         "The penalty for latency is too weak, or the budget cannot be met.",
@@ -213,13 +217,12 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
     "go_on": (
         "Training is not finished, or the penalty is weak.",
-        "Train on while it falls; otherwise raise the violation penalty.",
+        "Keep training while it falls; otherwise raise the violation penalty.",
     ),
-    "far": ("A policy that is about to leave its reference.", "stronger_kl"),
-    "still": ("A policy that hardly moves.", "Nothing to do if the reward rises."),
+    "far": ("The policy is about to leave its reference.", "stronger_kl"),
+    "still": ("The policy hardly moves.", "Nothing to do if the reward rises."),
     "cut_off": (
-        "The distribution of lengths has moved: answers run on to the limit, their format breaks "
-        "and their reward is 0.",
+        "Answers have become longer: they reach the limit, break their format, and earn no reward.",
         "shorter_completions",
     ),
     "unclipped": (
@@ -227,9 +230,12 @@ REASONS: dict[str, tuple[str, ...]] = {
         "tighter_ratio",
         "lower_rate",
     ),
-    "equal": ("All rewards of a group are equal: nothing to learn from.", "larger_group"),
+    "equal": (
+        "All rewards of a group are equal, so there is nothing to learn from.",
+        "larger_group",
+    ),
     "one": (
-        "Wrong normalisation: about 1 is expected.",
+        "The normalisation is wrong: about 1 is expected.",
         "Check how advantages are normalised.",
     ),
     "groups": (
@@ -242,7 +248,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
     "diverges": (
         "Training diverges, or the policy has found a dead end.",
-        "Stop, go back to {checkpoint}.",
+        "Stop, and go back to {checkpoint}.",
         "lower_rate",
     ),
     "scatter": (
@@ -261,7 +267,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "lower_rate",
     ),
     "values": (
-        "The value network no longer predicts the rewards: advantages are noise.",
+        "The value network no longer predicts the rewards, so the advantages are noise.",
         "Lower its learning rate, or go back to {checkpoint}.",
         "clip",
     ),
@@ -271,17 +277,17 @@ REASONS: dict[str, tuple[str, ...]] = {
         "shorter_completions",
     ),
     "short": (
-        "Answers end early: degeneration, or an end-of-text token that is rewarded too much.",
+        "Answers end early: the policy degenerates, or the end-of-text token is rewarded too much.",
         "watch",
     ),
     "slower": (
-        "A slower or hotter device, another process on it, a slow disk or network, or longer "
-        "samples.",
+        "The device is hotter or shared with another process, the disk or the network is slow, or "
+        "samples are longer.",
         "Compare sequence lengths, memory and device clocks before and after that step.",
     ),
 }
 """Name -> the cause, then remedies, each a key of `ADVICE` or a sentence. Options appear as
-{purpose}; {checkpoint} stands for the newest checkpoint before the move.
+{purpose}; {checkpoint} stands for the newest checkpoint before the change.
 """
 
 
@@ -289,9 +295,9 @@ class Row(NamedTuple):
     """A row of one of the tables in this module."""
 
     id: str
-    """Id of the finding. Of two findings with the same id, only the worse one is reported, and of
-    equally bad ones that of the earlier row: it finds where a lasting fault begins, and a later row
-    finds short ones.
+    """Id of the finding. Of two findings with the same id, only the worse one is reported. If both
+    are equally bad, the earlier row's is reported: it finds where a lasting problem begins, and the
+    later row finds short ones.
     """
     role: str
     options: frozenset[str]

@@ -126,7 +126,7 @@ def nonfinite(run: AnalysedRun) -> Findings:
 
 @finding("loss_not_falling", "loss", profiles=("sft", "generic"), least=NUM_STRETCHES)
 def falling(run: AnalysedRun, losses: Series) -> Findings:
-    """Find a loss that does not fall over the run, or not yet in the first steps.
+    """Find a loss that does not fall over the run, or that does not fall in the first steps.
 
     A later rise is a fault of its own, so a loss that falls until it rises passes.
     """
@@ -146,14 +146,16 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
             f"{len(losses)} points.",
             steps=losses.ends,
             cause="The learning rate is too low or too high, or the labels contain no learnable signal.",
-            remedy=("Try {lr} three times higher and lower for 100 steps; check the labels.",),
+            remedy=(
+                "Try {lr} three times higher and three times lower for 100 steps, and check the labels.",
+            ),
         )
     elif len(first) == NUM_STRETCHES and not is_falling(first):
         yield note(
-            f"The loss does not fall yet in the first {START_STEPS} steps.",
+            f"The loss did not fall in the first {START_STEPS} steps.",
             id="start",
             steps=first.ends,
-            cause="A long warm-up, or noise larger than the progress of so few steps.",
+            cause="The warm-up is long, or noise hides the small improvement of so few steps.",
             remedy=("Nothing to do if the learning rate was still warming up.",),
         )
     elif not falls and is_expected:
@@ -163,10 +165,10 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
 
 
 def _falls(losses: Series) -> bool:
-    """Return whether a loss falls by at least `LEAST_FALL` of its last level.
+    """Return whether a loss falls by at least `LEAST_FALL`, relative to its final level.
 
-    Its first tenth is higher than its last one, and there is a trend; or its first few points are
-    higher than its last ones by much more than their noise.
+    Either it has a falling trend and the median of its first tenth is that much above the median of
+    its last tenth, or its first few points are that much above its last few, beyond the noise.
     """
     clear = 5 * noise(losses.values) / math.sqrt(NUM_FEW)
     tenth = len(losses) // 10 + 1
@@ -234,8 +236,8 @@ def diverging(run: AnalysedRun, losses: Series) -> Findings:
         f"The loss rose from {number(rise.before)} to {number(rise.after)} from step "
         f"{rise.steps[0]} on and {back}.",
         steps=rise.steps,
-        cause="The learning rate is too high for these weights, its warm-up too short, or batches "
-        "throw the model off.",
+        cause="The learning rate is too high for these weights, its warm-up is too short, or some batches "
+        "destabilize the model.",
         remedy=(restart, "lower_rate", "clip"),
     )
 
@@ -283,7 +285,7 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
             f"{sum(a.has_recovered for a in spikes)} went back to the usual level",
             f"highest losses of step {peak.peak_step}: {named}" if rows else "",
         ],
-        cause="Updates or batches that destabilize the model; check which other metrics changed at the same steps.",
+        cause="Updates or batches destabilize the model. Check which other metrics changed at the same steps.",
         remedy=("clip", "larger_batch", "watch"),
     )
 
@@ -305,8 +307,8 @@ def jitter(run: AnalysedRun, losses: Series) -> Findings:
             f"The loss jitters by {number(noise(losses.values))} from point to point while the run gets "
             f"better: that is normal.",
             evidence=[_phases(losses)],
-            cause="Samples of unlike difficulty, small batches, sampled groups, the early phase of "
-            "training.",
+            cause="Samples differ in difficulty, batches are small, groups are sampled, or training is in its "
+            "early phase.",
             remedy=["Nothing to do. To smooth it:", "larger_batch", *group],
         )
 
@@ -341,8 +343,8 @@ def explosions(run: AnalysedRun, norms: Series) -> Findings:
                 f"{counted(len(bursts), 'burst')}: {listed(interval(a.steps) for a in bursts)}",
                 run.quoted("clip"),
             ],
-            cause="An unusual batch or policy makes very large gradients; an unclipped "
-            "update then throws the weights further off.",
+            cause="An unusual batch or policy causes very large gradients. Without clipping, the update "
+            "then makes the weights worse.",
             remedy=("clip", "lower_rate"),
         )
 
@@ -369,7 +371,7 @@ def schedule(run: AnalysedRun, rates: Series) -> Findings:
         evidence=[f"{moved_along(a)} at {interval(a.steps)} followed" for a in led],
         cause="The scheduler was changed or restored incorrectly, or the rate was changed by hand.",
         remedy=(
-            f"Find what set the rate at step {worst.steps[0]}; go back to a checkpoint before "
+            f"Find out what changed the rate at step {worst.steps[0]}. Go back to a checkpoint before "
             "it and continue with the original schedule.",
         ),
     )
@@ -384,8 +386,8 @@ def restarted(run: AnalysedRun, rates: Series) -> Findings:
     yield warn(
         f"The learning rate fell after step {at} and warmed up again.",
         steps=(at, run.last_step),
-        cause="The run was resumed without the state of its scheduler, and perhaps also without "
-        "that of its optimizer.",
+        cause="The run was resumed without its scheduler state, and perhaps also without its optimizer "
+        "state.",
         remedy=(f"Resume from {run.checkpoint(at)}, with all of its files.",),
     )
 
@@ -413,8 +415,8 @@ def jumps(run: AnalysedRun, losses: Series) -> Findings:
         f"The loss jumped from {number(low)} to {number(high)} after step {at}.",
         steps=(at, run.last_step),
         value=high,
-        cause="The run was resumed without the state of its optimizer or with other weights, or "
-        "its data changed.",
+        cause="The run was resumed without its optimizer state, with different weights, or on changed "
+        "data.",
         remedy=(f"Resume from {run.checkpoint(at)}, with all of its files.",),
     )
 
@@ -512,5 +514,7 @@ def learning(run: AnalysedRun) -> Findings:
             f"Nothing changes: {listed(long)} stayed constant over the run.",
             metric=next(iter(long)),
             cause="No update reaches the weights, or no sample carries a signal.",
-            remedy=("Check that {lr} is above 0, that parameters are trained, and the labels.",),
+            remedy=(
+                "Check that {lr} is above 0, that parameters are trained, and that the labels are right.",
+            ),
         )

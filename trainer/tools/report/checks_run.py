@@ -28,7 +28,7 @@ def checkpoints(run: AnalysedRun) -> Findings:
                 steps=(state.step, state.step),
                 evidence=(*state.faults, str(state.path)),
                 cause="The save was interrupted, or files were removed.",
-                remedy=("Resume from an older one; delete this directory.",),
+                remedy=("Resume from an older one, and delete this directory.",),
             )
 
 
@@ -116,8 +116,7 @@ def serving(run: AnalysedRun) -> Findings:
                     f"{proof.engine} serves it with a loss of {number(proof.served_loss)}, "
                     f"val/loss was {number(proof.val_loss)}"
                 ],
-                cause="The export, or the engine's reading of it, is not the model that was "
-                "validated.",
+                cause="The export is not the model that was validated, or the engine loads it differently.",
                 remedy=("Do not deploy it. Export the checkpoint again, then run `prove` on it.",),
             )
 
@@ -157,8 +156,8 @@ def guarded(run: AnalysedRun) -> Findings:
             id="rollback" if undone else "severe",
             steps=(met[0].step, met[-1].step),
             evidence=[f"step {event.step}: {event.message}" for event in met[-3:]],
-            cause="Harmful batches, or a faulty rank.",
+            cause="Some batches are harmful, or a rank is faulty.",
             remedy=(
-                "Look at the samples of these steps in row_losses.jsonl and take bad ones out of the data.",
+                "Look at the samples of these steps in row_losses.jsonl, and remove bad ones from the data.",
             ),
         )

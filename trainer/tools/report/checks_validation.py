@@ -42,7 +42,7 @@ class Criterion:
     """-1 where lower is better."""
 
     def rank(self, step: int) -> float:
-        """Return a number that is higher for a better step, and lowest for a step without value."""
+        """Return a number that is higher for a better step, and lowest for a step that has no value."""
         return self.sign * self.values.get(step, -self.sign * math.inf)
 
 
@@ -192,10 +192,10 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
         f"{number(within(train, 0, at).values[-1])}.",
         steps=(told.best_step, val.steps[-1]),
         evidence=[told.reason],
-        cause=f"More passes over the samples than they can teach.{lost}",
+        cause=f"The model saw the samples more often than it can learn from them.{lost}",
         remedy=(
             f"Use {run.checkpoint(told.recommended_step or told.best_step)}; next time stop there, "
-            "with {epochs} lower or more data.",
+            "or train for fewer {epochs} or on more data.",
         ),
     )
 
@@ -216,6 +216,6 @@ def leaked(run: AnalysedRun, _: Series, train: Series) -> Findings:
             steps=val.ends,
             cause="Validation rows are among the training rows, or the validation data is easier.",
             remedy=(
-                "Look for validation rows in the training files; compare samples of both sets.",
+                "Look for validation rows in the training files, and compare samples of both sets.",
             ),
         )

@@ -60,7 +60,9 @@ def why_recovered(run: AnalysedRun) -> str:
         "the following batches are ordinary again": True,
     }
     held = listed(reason for reason, holds in reasons.items() if holds)
-    return f"{passed} of {len(run.anomalies)} passed by themselves: {held}." if passed else ""
+    return (
+        f"{passed} of {len(run.anomalies)} passed without intervention: {held}." if passed else ""
+    )
 
 
 def how_common(run: AnalysedRun) -> str:

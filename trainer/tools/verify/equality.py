@@ -115,8 +115,8 @@ def _difference(left: Any, right: Any) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, uint8 [bytes]. In them -0.0 differs from 0.0, and a NaN equals the
-    same NaN.
+    """Return a tensor's bytes, uint8 [bytes]. As bytes, -0.0 differs from 0.0, and a NaN equals a NaN
+    with the same bits.
     """
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 

@@ -153,7 +153,7 @@ class Runs:
         num_ranks: int | None = None,
     ) -> bool:
         """Start the run. Return True if it was killed because `is_due` returned True, False if it
-        ended by itself.
+        ended on its own.
 
         All its processes end with it. Raises `RunFailedError`.
         """

@@ -168,7 +168,7 @@ TABLE = (
             "train/loss_by/<source>",
             "nat/token",
             "down",
-            "train/loss over the tokens of one of several data sources, where this step has some.",
+            "train/loss over the tokens of one data source, at steps with tokens from it.",
         ),
         (
             "train/ppl",
@@ -598,8 +598,8 @@ FOREIGN = (
         "nat",
         "middle",
         {
-            "actor/approxkl": "Estimated KL divergence of the policy before and after the update.",
-            "actor/policykl": "KL divergence of the sampling policy and the trained one.",
+            "actor/approxkl": "Estimated KL divergence between the policy before and after the update.",
+            "actor/policykl": "KL divergence between the sampling policy and the trained one.",
         },
     ),
     *foreign(
@@ -697,14 +697,14 @@ FOREIGN = (
         "ms",
         "down",
         {
-            "latency_mean": "Time of an answer, mean.",
+            "latency_mean": "Mean time per answer.",
         },
     ),
     *foreign(
         "ms",
         "none",
         {
-            "latency_std": "Time of an answer, spread.",
+            "latency_std": "Standard deviation of the time per answer.",
         },
     ),
     *foreign(
@@ -713,7 +713,7 @@ FOREIGN = (
         {
             "completions/<statistic>_length": "Length of a generated answer.",
             "completions/<statistic>_terminated_length": (
-                "Length of an answer that ended by itself."
+                "Length of the answers that ended with an end token."
             ),
             "tokens/response_length/<statistic>": "Response length.",
         },
@@ -744,7 +744,7 @@ FOREIGN = (
         "count",
         "none",
         {
-            "weights/version": "Number of weight updates of the engine.",
+            "weights/version": "Number of times the generation engine received new weights.",
         },
     ),
     *foreign(

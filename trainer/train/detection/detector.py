@@ -291,7 +291,7 @@ class _Rules(Remembered):
     def observe(self, step: int, values: Mapping[str, float]) -> Iterator[Anomaly]:
         """Yield an anomaly for each rule that acts after `step`.
 
-        A rule does not hold at a step without its metric.
+        A rule does not hold at a step where its metric was not logged.
         """
         for text, rule in self._rules.items():
             value = values.get(rule.metric, nan)

@@ -63,9 +63,9 @@ def _log(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """Centre and scale of a window, both in nats of the signal's logarithm.
+    """Centre and scale of the natural logarithms of a window's values.
 
-    By default both are unknown. Then no value counts as high.
+    By default both are unknown, and no value counts as high.
     """
 
     centre: float = math.inf

@@ -121,7 +121,7 @@ def _parse_override(word: str) -> dict[str, Any]:
     if override.is_sweep_override():
         raise ConfigError(
             f"'{word}' has several values, but a run needs one.\nFix: write a list as "
-            f"{key}=[A,B] and a text with a comma as {key}='\"A,B\"', or start one run for each "
+            f"{key}=[A,B] and a string with a comma as {key}='\"A,B\"', or start one run for each "
             f"value, with different values of trainer.experiment_name"
         )
     value: Any = override.value()
@@ -131,7 +131,7 @@ def _parse_override(word: str) -> dict[str, Any]:
 
 
 def as_word(text: str) -> str:
-    """Return a text in the form in which an override must contain it."""
+    """Return a string in the form in which an override must contain it."""
     return QuotedString(text, Quote.single).with_quotes()
 
 

@@ -42,7 +42,7 @@ class RunResources:
     exit_code: int = EXIT_CRASH
 
     def give_back(self) -> None:
-        """Close all parts. The lock comes last: an empty lock file means that all is written."""
+        """Close all parts. The lock comes last: an empty lock file means that everything has been written."""
         is_main = self.setup.world.is_main
         lock = self.setup.start.lock
         try:

@@ -88,7 +88,7 @@ class Inputs(PreparedData):
 def prepare_inputs(config: Config, *, progress: Progress) -> Inputs:
     """Read model files, tokenizer and tokens. The first rank does the work; the others wait.
 
-    Calls `progress` meanwhile. Raises `ConfigError`, `DataError`, `CannotWriteError`.
+    Calls `progress` while it works. Raises `ConfigError`, `DataError`, `CannotWriteError`.
     """
     files = find_files(config)
     data_files = file_states(files)
@@ -119,7 +119,7 @@ def prepare_data(
 ) -> PreparedData:
     """Return the samples of `files`, encoded with the tokenizer of `model`.
 
-    The first process does the work; the others wait for it. Calls `progress` meanwhile. Raises
+    The first process does the work; the others wait for it. Calls `progress` while it works. Raises
     `ConfigError`, `DataError`, `CannotWriteError`.
     """
     data = config.data

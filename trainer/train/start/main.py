@@ -194,7 +194,7 @@ def build_run(
 def _rank_plan(setup: RunSetup, model: PreTrainedModel) -> RankPlan:
     """Return the plan by which this rank takes its share of each batch.
 
-    The plan contains the limits of a micro-batch, and the cost of a document by its length.
+    The plan contains the limits of a micro-batch, and the cost of a document as a function of its length.
     """
     config = setup.config
     world = setup.world

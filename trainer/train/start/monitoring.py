@@ -73,7 +73,7 @@ def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | Non
 
 
 def make_guard(setup: RunSetup, tracking: Tracking | None) -> Guard:
-    """Return the guard, with the rollbacks so far.
+    """Return the guard. It knows the rollbacks that the run has already made.
 
     It accepts a high first loss if the model starts from random weights.
     """
