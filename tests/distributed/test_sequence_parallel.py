@@ -107,7 +107,7 @@ def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path):
             3,
             "qwen2",
             {},
-            "does not divide the 4 attention heads of this model.\\nFix: one of \\[1, 2, 4\\]",
+            "does not divide the 4 attention heads of this model.\\nFix: set it to one of \\[1, 2, 4\\]",
         ),
         (
             2,
