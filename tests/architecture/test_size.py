@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 178_600, "tests": 253_900}
+MAX_TOKENS = {"trainer": 179_200, "tests": 254_400}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -3,6 +3,7 @@ small losses, long answers, steps that are logged in intervals.
 """
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,10 +181,37 @@ def test_names_of_other_trainers_are_known(tmp_path):
     assert set(columns.values()) <= read_run(log).series.keys()
 
 
-def test_the_lines_of_torchtune_are_read(tmp_path):
-    log: Path = tmp_path / "log_1.txt"
-    log.write_text("".join(f"Step {n} | loss:1.5 lr:1e-05 grad_norm:0.5\n" for n in range(1, 9)))
-    assert read_run(log).series.keys() == {"train/loss", "train/lr", "train/grad_norm"}
+LINES = {
+    "torchtune": "Step {} | loss:1.5 lr:1e-05 grad_norm:0.5",
+    "torchtitan": "- root - INFO - \x1b[31mstep: {}  \x1b[32mloss:  1.5  grad_norm:  0.5  lr: 1e-5  memory: 2GiB(2%)",
+    "NeMo": "Training epoch 0, iteration {}/900 | lr: 1e-05 | reduced_train_loss: 1.5 | grad_norm: 0.5",
+    "Megatron": "iteration {}/ 900 | learning rate: 1.0E-05 | lm loss: 1.5E+00 | grad norm: 0.5 |",
+    "slime": "(M pid=7) model.py:463 - step {}: {{'train/loss': 1.5, 'train/grad_norm': 0.5, 'train/lr-pg_0': 1e-5}}",
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_the_console_lines_of_other_trainers_are_read(tmp_path, line):
+    log: Path = tmp_path / "console.log"
+    log.write_text("".join(line.format(n) + "\n" for n in range(1, 9)))
+    found = {key: series.values[-1] for key, series in read_run(log).series.items()}
+    known = {"train/loss": 1.5, "train/lr": 1e-5, "train/grad_norm": 0.5}
+    assert found.items() >= known.items()
+
+
+def test_failed_saves_are_read_from_the_console(tmp_path):
+    log: Path = tmp_path / "console.log"
+    error = "ERROR: save_checkpoint failed: OSError: [Errno 122] Disk quota exceeded"
+    lines = [f"step {n} | loss: {2 - n / 300} | lr: 1e-5" for n in range(1, 200)]
+    log.write_text("\n".join([*lines[:120], error, *lines[120:]]))
+    assert serious(analyse(read_run(log)))["saves_failed"].steps == (120, 120)
+
+
+def test_a_long_line_is_read_in_linear_time(tmp_path):
+    log: Path = tmp_path / "console.log"
+    log.write_text(("step 1 " + "save checkpoint " * 4000 + "\n") * 20 + "step 1: loss: 1, lr: 2\n")
+    started = time.monotonic()
+    assert read_run(log).series and time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(
@@ -211,6 +239,9 @@ def test_the_lines_of_torchtune_are_read(tmp_path):
         ("learning-rate", "train/lr"),
         ("ppo_actor/update/grad_norm", "train/grad_norm"),
         ("ppo_actor/no_eos_ratios/avg", "completions/clipped_ratio"),
+        ("val/advantages_max", "critic/advantages/max"),
+        ("ckpt/failed_saves", "checkpoint/failed_in_a_row"),
+        ("val/aime24", "val/accuracy"),
         ("loss_metrics/global_max_loss", None),
         ("time_metrics/data_loading(%)", None),
         ("aux_loss", None),
@@ -255,6 +286,45 @@ def test_steps_of_an_environment_are_no_planned_steps(tmp_path):
         "".join(f'{{"step": {n}, "total_steps": {512 * n}, "loss": 1}}\n' for n in STEPS)
     )
     assert read_run(log).total_steps is None
+
+
+def test_a_raw_reward_counts_beside_a_normalised_one(tmp_path):
+    log: Path = tmp_path / "log.jsonl"
+    row = '{{"step": {}, "rollout/rewards": 0.0, "rollout/raw_reward": 0.5}}\n'
+    log.write_text("".join(map(row.format, range(1, 9))))
+    assert read_run(log).series["reward"].values[0] == 0.5
+
+
+def test_a_foreign_log_that_ends_before_its_last_planned_step_may_still_train():
+    log = replace(sft_run(0), source="transformers", total_steps=2010)
+    assert told(analyse(log))["run_complete:steps"].level == "note"
+    assert told(analyse(replace(log, source="fsdp-sft")))["run_complete:steps"].level == "warn"
+
+
+def test_regular_pauses_of_two_kinds_are_no_stalls_and_slow_tokens_are():
+    def stalls(steps: Any) -> bool:
+        slow = np.where(np.isin(STEPS, steps), 9.0, 1.0)
+        times = replace(sft_run(0), series={"train/time(s)": Series(STEPS, slow)})
+        speeds = {"throughput/train/tokens_per_s": Series(STEPS, 5e4 / slow)}
+        found = "time_high:stalls" in serious(analyse(times))
+        assert ("time_high:stalls" in serious(analyse(replace(times, series=speeds)))) == found
+        return found
+
+    assert not stalls([150, 300, 400, 450, 600, 750, 800])
+    assert stalls([151, 302, 407, 450, 611])
+
+
+def test_a_share_of_clipped_ratios_that_rises_is_told_and_a_constant_one_is_not():
+    log = grpo_run(0)
+    share = np.where(np.arange(log.num_rows) < 600, 0.01, 0.2)
+    assert "clip_ratio" in serious(analyse(changed(log, clip_ratio=share)))
+    assert "clip_ratio" not in serious(analyse(changed(log, clip_ratio=0.2)))
+
+
+def test_a_gradient_that_vanishes_is_told_from_where_it_falls():
+    norms = np.where(STEPS < 1500, 2 * np.exp(-STEPS / 300) + 0.3, 1e-6) * (1 + normal(0.1, 2000))
+    found = serious(analyse(sft(put("train/grad_norm", slice(None), norms))))["grad_vanish"]
+    assert found.steps is not None and abs(found.steps[0] - 1500) <= 10
 
 
 def test_answers_that_get_worse_while_the_reward_rises_are_told():

@@ -214,7 +214,26 @@ def _relative_time(run: AnalysedRun, times: Series) -> Series:
     """
     relative = _over_median(_ordinary(run, times))
     is_slow = relative.values > 2
-    return relative if period(relative, is_slow) is None else relative[~is_slow]
+    return relative[~is_slow] if _is_regular(relative, is_slow) else relative
+
+
+def _is_regular(times: Series, is_slow: Mask) -> bool:
+    """Return whether long steps come at regular intervals, or all at multiples of an interval."""
+    slow = times.steps[is_slow]
+    if len(slow) < MIN_HITS:
+        return False
+    least = MIN_CADENCE * np.median(np.diff(times.steps))
+    # some trainers count the first step as 0
+    is_multiple = max(np.gcd.reduce(slow), np.gcd.reduce(slow + 1)) >= least
+    return bool(is_multiple) or period(times, is_slow) is not None
+
+
+def _slowness(run: AnalysedRun, speeds: Series) -> Series:
+    """Return the usual speed divided by the speed of each step. It stands in for unlogged times."""
+    if run.find("time"):
+        return speeds[:0]
+    slow = Series(speeds.steps, 1 / speeds.values.clip(min=np.finfo(float).tiny))
+    return _relative_time(run, slow)
 
 
 def _over(series: Series, usual: object) -> Series:
@@ -245,6 +264,7 @@ BUDGETS = ("latency_budget", "budget_ms", "latency_budget_ms", "budget")
 DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
     "ordinary_time": ("time", _ordinary),
     "time_ratio": ("time", _relative_time),
+    "slowness": ("tokens_per_s", _slowness),
     "warm_gpu_util": ("gpu_util", lambda _, busy: busy[busy.steps > NUM_WARMING]),
     "data_share": ("data_time", _data_share),
     "reward_std_ratio": ("reward_std", lambda _, one: _over_median(one, len(one) // 3 + 1)),
@@ -274,6 +294,7 @@ def recognise_profile(log: RunLog) -> str:
     if "rewards/margins" in log.series:
         return "generic"
     signs = ("reward", "kl", "update_kl", "clipped_ratio", "adv_mean")
-    if any(map(run.key, signs)) or any(key.startswith("rewards/") for key in log.series):
+    generated = ("rewards/", "completions/", "tokens/response_length")
+    if any(map(run.key, signs)) or any(key.startswith(generated) for key in log.series):
         return "grpo"
     return "sft" if run.key("loss") else "generic"

@@ -23,7 +23,9 @@ data_bound            | data_share         | ..0.3     | fail  |            | sl
 data_bound            | data_share         | ..0.1     | warn  |            | slow_data | The share of data loading
 time_high             | ordinary_time      | ..30      | warn  | sft        | slow | A step's time in seconds
 time_high:while       | time_ratio 10      | ..2       | warn  |            | stalls | Step time relative to usual
-time_high:stalls      | time_ratio 1       | ..6       | warn  |            | stalls | Step time relative to usual
+time_high:stalls      | time_ratio 1       | ..5       | warn  |            | stalls | Step time relative to usual
+time_high:while       | slowness 10        | ..2       | warn  |            | stalls | Usual tokens/s relative to now
+time_high:stalls      | slowness 1         | ..5       | warn  |            | stalls | Usual tokens/s relative to now
 gpu_util              | warm_gpu_util mean | 80..      | warn  |            | idle | The use of the devices in %
 memory:headroom       | reserved_share 1   | ..0.95    | warn  |            | headroom | The share of memory in use
 oom_nccl:memory       | ooms 1             | ..0       | fail  |            | too_little | The number of OOM errors
@@ -54,6 +56,7 @@ clipped_ratio:cap     | at_cap all mean    | ..0.2     | warn  | grpo       | no
 clipped_ratio:cap     | at_cap all mean    | ..0.002   | note  | grpo       | no_end | The share of points at the cap
 saves_failed          | failed_saves 1     | ..0       | warn  |            | unsaved | Failed saves in a row
 clip_ratio            | clip_ratio         | ..0.3     | warn  |            | unclipped | The share of clipped ratios
+clip_ratio            | clip_ratio         | ..0.15    | warn  |            | unclipped | The share of clipped ratios
 clip_ratio            | clip_ratio         | 0.1..0.3  | note  |            | unclipped | The share of clipped ratios
 adv_shape:std         | equal_groups       | ..0.9     | warn  |            | equal | The share of equal groups
 adv_shape:std         | adv_std            | 0.05..    | fail  |            | equal | The spread of advantages
@@ -81,7 +84,7 @@ budget:latency_rising | latency            | 1    | warn  | controller      | pe
 loss_diverging:epochs | loss 11            | 1    | fail  | controller      | diverges | the loss rises: stop the run
 grad_vanish           | grad               | -100 | warn  |                 | vanished | the gradient vanishes
 entropy_collapse      | entropy            | -8   | warn  | grpo controller | explores | the policy stops exploring
-entropy_rise          | entropy            | 3    | warn  | grpo controller | random | the policy's texts turn random
+entropy_rise          | entropy            | 2.2  | warn  | grpo controller | random | the policy's texts turn random
 grad_high:rise        | grad passing       | 6    | warn  |                 | unstable | the gradient explodes
 value_network:loss    | value_loss         | 10   | warn  |                 | values | the value network fails
 value_network:error   | value_error        | 10   | warn  |                 | values | the value network fails
@@ -106,6 +109,7 @@ memory:leak           | reserved 500 late  | 0.05 | warn  |         | kept   | D
 memory:leak           | rss 100 late       | 0.2  | warn  |         | kept   | Host memory grows
 memory:leak           | allocated 100 late | 0.2  | warn  |         | kept   | Device memory grows
 memory:leak           | reserved 100 late  | 0.2  | warn  |         | kept   | Device memory grows
+memory:leak           | allocated 30 late  | 0.25 | warn  |         | kept   | Device memory grows
 """
 """The column `by` holds the share by which a metric must grow steadily. A number after the metric
 is the smallest number of steps to judge. `start` selects only the first steps. `late` selects the

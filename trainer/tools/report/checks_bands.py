@@ -25,6 +25,11 @@ GROWTH_P = 0.01
 """Growth raises an alarm only if its p-value is below this."""
 FEW_CUT_OFF = 0.1
 """Share of answers that reach the cap, below which the longest answer says nothing."""
+CLIPPED = 0.3
+CLIP_RISE = 5
+"""A share of clipped ratios up to the first value is a fault only if it is this many times as high as
+at the start.
+"""
 LASTING_SHARE = 0.02
 MOST = 0.75
 """A move that passed counts if it lasts for the first share of the points; a fall, if it also takes
@@ -113,10 +118,17 @@ def _few_are_cut(run: AnalysedRun, _: float) -> str:
     return "few answers are cut off" if are_few else ""
 
 
+def _was_clipped(run: AnalysedRun, level: float) -> str:
+    start = np.median(run.find("clip_ratio").values[:NUM_ENDS])
+    may_be = level <= CLIPPED and level < CLIP_RISE * start
+    return "the share of clipped ratios was high from the start" if may_be else ""
+
+
 EXCUSES: dict[str, Callable[[AnalysedRun, float], str]] = {
     "loss_start_high": _may_be_untrained,
     "loss_final": _has_generalised,
     "clipped_ratio:cap": _few_are_cut,
+    "clip_ratio": _was_clipped,
 }
 """Id of a band -> a function of the run and of the level outside the band. It returns the reason
 why the level is no warning, or "".

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,6 +84,7 @@ JUMP_SPREADS = 6
 many times the usual spread of such differences. If half of the rise is gone in as many further
 points, it is a spike.
 """
+LONGEST_WARMUP = 2000
 ZERO_SHARE = 0.05
 """A learning rate may be 0 in at most this share of the points: a schedule ends at 0."""
 DECAYED_SHARE = 0.1
@@ -228,6 +230,8 @@ def diverging(run: AnalysedRun, losses: Series) -> Findings:
     rise = rise_of(losses)
     least = POLICY_RISE if run.profile == "grpo" else 0
     if not rise or rise.after - rise.before < least:
+        return
+    if run.profile != "grpo" and _is_jump(losses, rise):
         return
     is_early = len(within(losses, 0, rise.at)) < NUM_EARLY
     back = "did not come back" if rise.is_lasting else f"came back after step {rise.steps[1]}"
@@ -395,6 +399,35 @@ def restarted(run: AnalysedRun, rates: Series) -> Findings:
 @finding("loss_jump", "loss", profiles=("sft", "generic"), least=MIN_JUMP_POINTS)
 def jumps(run: AnalysedRun, losses: Series) -> Findings:
     """Find a loss that jumps from one point to the next and comes back slowly."""
+    jump = _jump(losses)
+    if jump is None:
+        return
+    rise = rise_of(losses)
+    if rise is not None and not _is_jump(losses, rise):
+        raise NotJudged("the loss rose and diverged")
+    at = int(losses.steps[jump.at])
+    yield warn(
+        f"The loss jumped from {number(jump.before)} to {number(jump.after)} after step {at}.",
+        steps=(at, run.last_step),
+        value=jump.after,
+        cause="The run was resumed without its optimizer state, with different weights, or on changed "
+        "data.",
+        remedy=(f"Resume from {run.checkpoint(at)}, with all of its files.",),
+    )
+
+
+class _Jump(NamedTuple):
+    """The largest jump of a loss: the index of the last point before it, and the levels around it."""
+
+    at: int
+    before: float
+    after: float
+
+
+def _jump(losses: Series) -> _Jump | None:
+    """Return the largest jump of a loss that does not come back at once."""
+    if len(losses) < MIN_JUMP_POINTS:
+        return None
     logs = np.log(losses.values.clip(min=LOW_LOSS))
     levels = np.median(rolling(logs, JUMP_WIDTH, 1), axis=1)
     before = levels[: -2 * JUMP_WIDTH]
@@ -406,19 +439,17 @@ def jumps(run: AnalysedRun, losses: Series) -> Findings:
     rises[: 2 * JUMP_WIDTH] = 0
     highest = np.argmax(rises)
     if rises[highest] < least:
-        return
-    if rise_of(losses) is not None:
-        raise NotJudged("the loss rose and diverged")
-    at = int(losses.steps[highest + JUMP_WIDTH - 1])
+        return None
     low, high = np.exp([before[highest], after[highest]])
-    yield warn(
-        f"The loss jumped from {number(low)} to {number(high)} after step {at}.",
-        steps=(at, run.last_step),
-        value=high,
-        cause="The run was resumed without its optimizer state, with different weights, or on changed "
-        "data.",
-        remedy=(f"Resume from {run.checkpoint(at)}, with all of its files.",),
-    )
+    return _Jump(int(highest) + JUMP_WIDTH - 1, low, high)
+
+
+def _is_jump(losses: Series, rise: Move) -> bool:
+    """Return whether a rise that passed began with a jump."""
+    jump = _jump(losses)
+    if jump is None or rise.is_lasting:
+        return False
+    return abs(jump.at - int(np.searchsorted(losses.steps, rise.at))) <= JUMP_WIDTH
 
 
 @finding("lr_schedule:warmup", "lr")
@@ -472,12 +503,15 @@ def without_rate(run: AnalysedRun, rates: Series) -> Findings:
 
 @finding("lr_schedule:rising", "lr", least=NUM_STRETCHES)
 def endless_warmup(run: AnalysedRun, rates: Series) -> Findings:
-    """Find a learning rate that still rises in the second half of the planned steps."""
-    planned = run.log.total_steps
+    """Find a learning rate that still rises in the second half of the planned steps, or after
+    `LONGEST_WARMUP` steps if the plan is not known.
+    """
+    last = run.last_step
     rises = np.all(np.diff(rates.values) >= 0) and rates.values[-1] > 1.5 * np.median(rates.values)
-    if planned and run.last_step > planned / 2 and rises:
+    is_late = last > (run.log.total_steps or 2 * LONGEST_WARMUP) / 2
+    if is_late and rises:
         yield warn(
-            f"The learning rate still rises at step {run.last_step} of {planned}.",
+            f"The learning rate still rises at step {last} of {run.log.total_steps or last}.",
             steps=rates.ends,
             cause="The warm-up takes more steps than the run, or the schedule is not the "
             "configured one.",

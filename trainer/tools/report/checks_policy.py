@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
-from trainer.tools.report.anomalies import MIN_POINTS
 from trainer.tools.report.checks import (
     MAX_EVIDENCE,
     Findings,
@@ -17,16 +16,16 @@ from trainer.tools.report.checks import (
 from trainer.tools.report.formatting import counted, interval, listed, number
 from trainer.tools.report.result import Mover
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.shapes import began, departures, has_risen, onset, shift
+from trainer.tools.report.shapes import began, has_risen, onset, shift
 from trainer.tools.report.statistics import finite, is_rising, slope
 from trainer.tools.report.vocabulary import meaning
 from trainer.tools.report.words import how_common, moved_along, story, why_recovered
 
 KL_FAR = 10
-KL_JUMPED = 1
-JUMP = 20
-"""A KL is too high above the first value. If it jumps to the third value times its usual level, it is
-too high above the second value.
+KL_EXPLODED = 1
+EXPLOSION = 20
+"""A KL is too high above the first value. If it is the third value times its level at half as many
+steps, it is too high above the second value.
 """
 _FORMAT = re.compile(r"(?!.*std$)((format|tag).*reward|reward.*(format|tag))", re.IGNORECASE)
 
@@ -40,15 +39,16 @@ _SILENT = re.compile(
 @finding("kl", "kl")
 def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     """Find a KL far above the healthy range. The finding starts at the step where the KL began to leave its trend."""
-    # an explosion of a small KL shows before it reaches the limit
-    usual = departures(kl.values, 0.0)[1] if len(kl) >= MIN_POINTS else np.inf
-    far = kl[kl.values > np.clip(JUMP * usual, KL_JUMPED, KL_FAR)]
+    # a healthy KL grows with the steps, so it shows early if a small one explodes
+    halfway = np.interp(kl.steps / 2, kl.steps, kl.values)
+    far = kl[kl.values > np.clip(EXPLOSION * halfway, KL_EXPLODED, KL_FAR)]
     if not far:
         return
     met = list(run.moved("kl"))
     # the few points after the first far one distinguish a jump from a ramp
     values = kl.values[: int(np.searchsorted(kl.steps, far.steps[0])) + 5]
-    start = onset(np.log(values) if values.min() > 0 else values)
+    steps = kl.steps[: len(values)]
+    start = onset(np.log(values / np.maximum(steps, 1)) if values.min() > 0 else values)
     peak = np.argmax(far.values)
     yield fail(
         f"The policy left its reference {counted(max(1, len(met)), 'time')}: KL up to "

@@ -5,7 +5,7 @@ amount of logged data.
 import numpy as np
 
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
-from trainer.tools.report.checks import Findings, fail, finding, info, warn
+from trainer.tools.report.checks import Findings, fail, finding, info, note, warn
 from trainer.tools.report.formatting import counted, listed, number
 
 MIN_POINTS = 100
@@ -65,7 +65,8 @@ def missing_checkpoints(run: AnalysedRun) -> Findings:
 @finding("run_complete:steps")
 def completeness(run: AnalysedRun) -> Findings:
     """Find planned steps that were not trained. The finding is only informational if the run is still
-    training or stopped early as configured.
+    training or stopped early as configured. The logs of other trainers do not say whether a run has
+    ended.
     """
     log = run.log
     planned = log.total_steps
@@ -77,11 +78,12 @@ def completeness(run: AnalysedRun) -> Findings:
     why = " and is still running" if log.is_running else ""
     if stops and log.exit_code == 0:
         why = f", as it was stopped early: {stops[-1]}"
-    yield (info if why else warn)(
+    level = warn if log.source == "fsdp-sft" else note
+    yield (info if why else level)(
         f"The run has {run.last_step} of {planned} steps ({run.last_step / planned:.1%}){why}.",
         steps=(run.last_step, run.last_step),
-        cause="" if why else "It was stopped, or it died.",
-        remedy=() if why else ("Start the same command again: it resumes.",),
+        cause="" if why else "The run is still training, was stopped, or died.",
+        remedy=() if why else ("If it has ended, run the same command again to resume.",),
     )
 
 

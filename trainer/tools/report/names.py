@@ -27,9 +27,9 @@ loss            train/loss loss actor/pg_loss
 val_loss        val/loss eval/loss
 val_reward      val/reward_mean val/reward val/reward_total_mean val/score val/score/mean
                 val-core/<source>/reward/mean@<device> val/test_score/<source>
-                val/<source>/avg@<device> val/<source>_pass<device>
+                val/<source>/avg@<device> val/<source>_pass<device> val/scores
 val_accuracy    val/accuracy_mean val/accuracy val-core/<source>/acc/mean@<device>
-                val/rewards/accuracy/mean val/rewards/accuracy_reward/mean
+                val/rewards/accuracy/mean val/rewards/accuracy_reward/mean val_correct/all/mean
 grad            train/grad_norm grad_norm
 lr              train/lr learning_rate
 epoch           progress/epoch train/epoch epoch
@@ -122,7 +122,8 @@ throughput/train/tokens_per_s_per_gpu  perf/throughput tokens/train_per_sec_per_
 
 _WORDS = """
 # our key                             | one word of each group    | may have, too
-train/loss                            | loss                      | batch ce lm nll running total global reduced metrics
+train/loss                            | loss                      | batch ce lm nll running total global reduced
+ metrics
 train/loss                            | cross entropy             | language loss metrics
 val/loss                              | val loss                  | epoch lm global metrics
 train/lr                              | lr                        | adamw adam sgd pg group current actor ppo policy
@@ -148,7 +149,7 @@ actor/approxkl                        | kl ppo                    | actor policy
 train/entropy                         | entropy                   | actor policy ppo update token loss approx all
 clip_ratio                            | clipfrac                  | pg ppo actor policy
 clip_ratio                            | clip share                | pg ppo actor policy
-completions/clipped_ratio             | truncated                 | is share rollout response
+completions/clipped_ratio             | truncated                 | is all share rollout response
 completions/clipped_ratio             | clipped share             | rollout response
 completions/clipped_ratio             | no eos share              | actor policy ppo
 reward                                | reward                    | total raw rollout all task actor policy ppo
@@ -156,11 +157,15 @@ reward_std                            | reward std                | total rollou
 tokens/response_length/mean           | gen tokens sample         |
 tokens/response_length/max            | gen tokens sample max     |
 tokens/response_length/min            | gen tokens sample min     |
+tokens/response_length/mean           | seq length                | all
 tokens/response_length/mean           | response length           | rollout
 tokens/response_length/max            | response length max       | rollout
 tokens/response_length/min            | response length min       | rollout
 val/reward                            | val reward                |
 val/accuracy                          | val accuracy              |
+val/accuracy                          | val aime/amc/math/gsm/gpqa/mmlu/humaneval/mbpp/livecodebench/ifeval | k
+critic/advantages/max                 | advantage max             | val
+checkpoint/failed_in_a_row            | failed save               | checkpoint
 """
 """The words by which a name that no table holds is recognised: one of each group, and besides them
 only those in the last column and `FILLERS`.
@@ -190,6 +195,11 @@ response  completion completions answer answers
 length    len lengths
 accuracy  acc
 share     frac fraction ratio ratios rate
+advantage advantages
+failed    failures failure
+save      saves saving
+checkpoint ckpt checkpoints
+seq       sequence
 """)
 SYNONYMS = {other: word for word, others in _SYNONYMS.items() for other in others}
 """Word in the name of a metric -> the word that `WORDS` has for it."""

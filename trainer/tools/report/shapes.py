@@ -81,7 +81,8 @@ def beyond(
         before = excess[: begins[0]]
         is_usual = before <= np.median(before) + np.median(chance)
         left = int(starts[np.flatnonzero(is_usual)[-1]])
-        begin = onset(values, first=max(0, left - 2 * width), last=first + width, is_level=True)
+        courses = [values, np.log(values)] if values.min() > 0 else [values]
+        begin = onset(*courses, first=max(0, left - 2 * width), last=first + width, is_level=True)
     return series[begin : outside[-1] + 1]
 
 

@@ -19,7 +19,7 @@ from trainer.tracking import metrics_file, run_info
 FIX = (
     "Fix: give a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_state.json, "
     "training_history.csv, a CSV with a step column, TensorBoard event files, JSON lines with a "
-    "step, or the captured console of verl, ROLL or torchtune"
+    "step, or the captured console of verl, ROLL, torchtune, torchtitan, NeMo, Megatron or slime"
 )
 READERS: dict[str, Callable[[Path, Store], None]] = {
     # ms-swift makes a directory v<N>-<time> for each start; transformers makes checkpoint-<step>.

@@ -1,25 +1,44 @@
-"""Reads the metrics that verl, ROLL and torchtune print, from captured console output or files."""
+"""Reads the metrics that trainers print, from captured console output or files."""
 
 import re
 from pathlib import Path
 
 from trainer.runtime.files import open_regular
 from trainer.runtime.json_lines import MAX_FILE_BYTES, MAX_LINE_BYTES, parsed
+from trainer.tools.report.readers.parsing import as_number
 from trainer.tools.report.readers.store import Store
 
-VERL = re.compile(r"(?:^|[\s\r])step:(\d{1,15}) - (\S.*)")
-"""`step:1 - train/loss:0.5 - …`"""
+STEP = re.compile(
+    r"\b(?:global_step|iteration|step|rollout|perf|eval)\b[ :=]*(\d{1,15})(?: */ *\d+)?[ :|,-]+(.*)",
+    re.IGNORECASE,
+)
+"""A step, and the rest of its line. This matches, among others:
+
+`step:1 - train/loss:0.5 - …` (verl), `Step 1 | loss:0.5 lr:1e-5` (torchtune), `step:  1  loss:  0.5`
+(torchtitan), `step 1: {'train/loss': 0.5}` (slime), `iteration 1/9 | lm loss: 5.0E-01 |` (Megatron).
+"""
+METRIC = re.compile(
+    r"\b([a-z][^:|={},]{0,80}?)['\"]? *[:=] *(?:[a-z][\w.]*\()?([^\s(),|}]+)", re.IGNORECASE
+)
+"""A name and its value, which may be printed as `np.float64(0.5)`."""
+MIN_METRICS = 2
+"""A line with fewer numbers is no line of metrics, except in verl's form."""
+FAILED_SAVE = re.compile(
+    r"(?=.*(save|saving|upload|write))(?=.*(checkpoint|ckpt)).*(failed|failure|error:|errno)",
+    re.IGNORECASE,
+)
+FAILED_SAVES = "checkpoint/failed_in_a_row"
+VERL = re.compile(r"(?:^|[\s\r])step:\d+ - ")
 ROLL = re.compile(r"metrics_tag: (\{.*)")
 """`metrics_tag: {"step": 1, "metrics": {…}}`"""
 TOTAL = re.compile(r"Total training steps: (\d{1,15})")
-TORCHTUNE = re.compile(r"Step (\d{1,15}) \| (\S.*)")
-"""`Step 1 | loss:0.5 lr:1e-5 …`"""
-METRIC = re.compile(r"(\S+):(?:[\w.]+\()?([^\s()]+)")
-"""Matches a metric of verl or torchtune. Its value may be printed as `np.float64(0.5)`."""
+DECORATION = re.compile(r"\x1b\[[\d;]*m|(?<=\d),(?=\d{3}\b)")
+"""Matches codes of colors, and the comma in 1,234."""
 
 
 def read_console(path: Path, store: Store) -> None:
     """Read the lines that hold metrics and skip the others."""
+    last_step: object = 0
     with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         while line := file.readline(MAX_LINE_BYTES).decode(errors="replace"):
             if match := ROLL.search(line):
@@ -27,13 +46,21 @@ def read_console(path: Path, store: Store) -> None:
                 row = found if isinstance(found, dict) else {}
                 store.add(row.get("step"), row.get("metrics"))
                 store.facts["source"] = "roll"
+                last_step = row.get("step")
             elif match := TOTAL.search(line):
                 store.facts["total_steps"] = int(match[1])
-            elif match := TORCHTUNE.match(line):
-                store.add(match[1], dict(METRIC.findall(match[2])))
-            elif match := VERL.search(line):
-                store.add(match[1], dict(METRIC.findall(match[2])))
-                store.facts |= {
-                    "source": "verl",
-                    "notes": ("the console prints only a few digits",),
-                }
+            elif match := STEP.search(DECORATION.sub("", line)):
+                row = dict(METRIC.findall(match[2]))
+                step = row.pop("global_step", match[1])  # iterations of NeMo are those of an epoch
+                is_verl = VERL.search(line) is not None
+                num_metrics = sum(as_number(value) is not None for value in row.values())
+                if is_verl or num_metrics >= MIN_METRICS:
+                    store.add(step, row)
+                    last_step = step
+                if is_verl:
+                    store.facts |= {
+                        "source": "verl",
+                        "notes": ("the console prints only a few digits",),
+                    }
+            if FAILED_SAVE.match(line):
+                store.add(last_step, {FAILED_SAVES: 1})

@@ -21,6 +21,7 @@ MIRRORS = {
     # verl and our console log the learning rate in thousandths; TensorBoard replaces the brackets.
     "train/lr(1e-3)": ("train/lr", 1e-3),
     "train/lr_1e-3_": ("train/lr", 1e-3),
+    "elapsed time per iteration (ms)": ("train/time(s)", 1e-3),  # of Megatron
 }
 """Name of a metric in a different unit -> our key, and the factor that converts to our unit."""
 SPELLINGS = {

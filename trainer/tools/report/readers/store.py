@@ -117,7 +117,8 @@ class Store:
             kept = order[np.diff(steps[order], append=MAX_STEP) > 0]
             if len(kept):
                 series.setdefault(key, Series(steps[kept], values[kept] * factor))
-        for name in [name for name in series if not is_known(name)]:
+        unknown = [name for name in series if not is_known(name)]
+        for name in sorted(unknown, key=lambda name: "raw" not in name):  # rather than normalised
             ours = guessed(name)
             if ours is not None and ours not in series:
                 series[ours] = series.pop(name)
