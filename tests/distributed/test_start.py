@@ -79,6 +79,20 @@ def test_why_this_checkpoint_is_said_once(tmp_path, source, total_steps):
     assert said and len(said) == len(set(said)), said
 
 
+def start_with_other_data(world: Any, run_dir: Path, total_steps: int) -> str:
+    own = fingerprints(Recipe()) | {"data": "other"}
+    with pytest.raises(ConfigError) as raised:
+        begin(trainer_config(run_dir, Recipe()), own, world, total_steps=total_steps)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("total_steps", [0, 99], ids=["finished", "unfinished"])
+def test_a_run_does_not_answer_for_other_data(tmp_path, source, total_steps):
+    run_ranks(run, 1, tmp_path / "run", source, Recipe())
+    error = run_ranks(start_with_other_data, 1, tmp_path / "run", total_steps)[0]
+    assert "data: " in error and "-> other   <- refused" in error
+
+
 def run_for_no_time(world: Any, run_dir: Path, source: Any) -> Any:
     stop = StopRequest(max_time_s=0.0 if world.rank == 1 else 1000.0)
     return run(world, run_dir, source, Recipe(), stop=stop)

@@ -77,6 +77,7 @@ def decide_start(
     last = selection.chosen
     if last is not None and _is_complete(config, last, total_steps, world):
         _log(selection)
+        _log_changes(last, fingerprints, config)
         return Start(last, is_complete=True, lock=None)
     lock = RunLock(Path(config.default_local_dir), needs_flock=config.checkpoint.require_lock)
     try:
@@ -104,9 +105,7 @@ def _begin(
     _log(selection)
     checkpoint = _first_verified(selection.candidates, run_dir, world)
     if checkpoint is not None:
-        saved = checkpoint.manifest.fingerprints
-        for change in compare(saved, fingerprints, allow=config.resume_allow):
-            logger.warning("changed since %s: %s", checkpoint.path.name, change)
+        _log_changes(checkpoint, fingerprints, config)
     return Start(
         checkpoint,
         is_complete=False,
@@ -114,6 +113,15 @@ def _begin(
         rollbacks=on_main(lambda: rollback.read(run_dir), run_dir, world),
         fingerprints=fingerprints,
     )
+
+
+def _log_changes(
+    checkpoint: CheckpointInfo, fingerprints: Mapping[str, str], config: TrainerConfig
+) -> None:
+    """Log how this run differs from a checkpoint. Raises `ConfigError` for a refused difference."""
+    saved = checkpoint.manifest.fingerprints
+    for change in compare(saved, fingerprints, allow=config.resume_allow):
+        logger.warning("changed since %s: %s", checkpoint.path.name, change)
 
 
 def _is_complete(
