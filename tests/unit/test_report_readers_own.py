@@ -128,6 +128,9 @@ def test_checkpoints_are_judged_by_names_and_sizes(tmp_path):
     assert [state.step for state in damaged] == [20, 30, 40, 50]
     for state, cause in zip(damaged, causes, strict=True):
         assert len(state.faults) == 1 and cause in state.faults[0]
+    remedies = {one.id: one.remedy for one in analyse(log).findings if one.rule == "ckpt_complete"}
+    assert "Resuming does not need it" in remedies["ckpt_complete:step-20"]
+    assert "Resume from an older one" in remedies["ckpt_complete:step-30"]
 
 
 def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_cause(tmp_path):

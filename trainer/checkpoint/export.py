@@ -312,8 +312,9 @@ def require_export(info: layout.CheckpointInfo) -> None:
     export = info.path / layout.HUGGINGFACE
     if not {path.name for path in export.glob("*.safetensors")} - {OTHER_PARTS}:
         raise ConfigError(
-            f"'{export}' holds no weights: trainer.checkpoint.save_contents had no hf_model.\n"
-            f"Fix: choose a checkpoint that was saved with hf_model"
+            f"'{export}' holds no weights: they were deleted, or hf_model was not in "
+            f"trainer.checkpoint.save_contents.\n"
+            f"Fix: choose another checkpoint, or write an export with `checkpoint export`"
         )
 
 

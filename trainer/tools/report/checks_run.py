@@ -4,6 +4,7 @@ amount of logged data.
 
 import numpy as np
 
+from trainer.checkpoint.layout import is_export
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
 from trainer.tools.report.checks import Findings, fail, finding, info, note, warn
 from trainer.tools.report.formatting import counted, listed, number
@@ -21,15 +22,23 @@ def checkpoints(run: AnalysedRun) -> Findings:
     if not run.log.checkpoints:
         raise NotJudged("the log has no checkpoints next to it")
     for state in run.log.checkpoints:
-        if state.faults:
-            yield fail(
-                f"The checkpoint of step {state.step} is not complete.",
-                id=f"step-{state.step}",
-                steps=(state.step, state.step),
-                evidence=(*state.faults, str(state.path)),
-                cause="The save was interrupted, or files were removed.",
-                remedy=("Resume from an older one, and delete this directory.",),
+        if not state.faults:
+            continue
+        what = "checkpoint"
+        remedy = "Resume from an older one, and delete this directory."
+        if all(map(is_export, state.faults)):
+            what = "export"
+            remedy = (
+                "Resuming does not need it. Write it again to a new directory: `checkpoint export`."
             )
+        yield fail(
+            f"The {what} of step {state.step} is not complete.",
+            id=f"step-{state.step}",
+            steps=(state.step, state.step),
+            evidence=(*state.faults, str(state.path)),
+            cause="The save was interrupted, or files were removed.",
+            remedy=(remedy,),
+        )
 
 
 @finding("ckpt_complete:missing")
