@@ -29,7 +29,7 @@ from trainer.model.losses import LOSSES, Loss
 from trainer.model.pretrained import ModelSource
 from trainer.model.weights import base_name_of, has_tied_head
 
-_DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
+_DRAWN = ("dropout", "pdrop", "dropout_prob", "jitter_noise")
 
 
 def notes(config: PretrainedConfig) -> Iterator[str]:
@@ -123,8 +123,15 @@ def _empty_model(source: ModelSource) -> PreTrainedModel:
 
 
 def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise `ConfigError` for models for which the fused head would be wrong."""
+    """Raise `ConfigError` for models for which sharding or the fused head would be wrong."""
     name = f"model.partial_pretrain={source.path}: {type(model).__name__}"
+    for key, share in vars(source.config).items():
+        if key.endswith("layerdrop") and share:
+            raise ConfigError(
+                f"{name} skips layers at random in training ({key}={share:g} in config.json). Each "
+                f"rank would skip other layers, so sharded gradients would be wrong.\n"
+                f'Fix: set "{key}" to 0 in {source.path}/config.json'
+            )
     if type(model.get_output_embeddings()) is not nn.Linear:
         raise ConfigError(f"{name} has no linear output head.\nFix: choose a causal language model")
     if model.base_model is model:
