@@ -5,8 +5,10 @@ Shape suffixes: T packed tokens, S supervised positions, H hidden size, V vocabu
 
 import copy
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from trainer.model.pretrained import ModelSource
 from trainer.model.weights import base_name_of, has_tied_head
 
 _DRAWN = ("dropout", "pdrop", "dropout_prob", "jitter_noise")
+_POSITION_TABLE = re.compile(r"\.(wpe|positions_embed|embed_positions)(\.weight)?$|\.pos_encoding$")
 
 
 def notes(config: PretrainedConfig) -> Iterator[str]:
@@ -65,6 +68,15 @@ def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | Non
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "its code comes with the model"
     return None
+
+
+def length_limit(model: PreTrainedModel) -> int | None:
+    """Return the maximum length of a document, in tokens; None unless the model has a table of
+    positions.
+    """
+    names = (name for name, _ in chain(model.named_parameters(), model.named_buffers()))
+    has_table = any(map(_POSITION_TABLE.search, names))
+    return model.config.max_position_embeddings if has_table else None
 
 
 def build_on_meta(
