@@ -6,6 +6,7 @@ everywhere.
 """
 
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,18 @@ def test_another_base_or_another_adapter_is_refused(words, straight, root, tmp_p
     )
     output = train(tmp_path / "run", 1, *words, *LORA, longer, "model.lora_alpha=32", code=2)
     assert "model.lora_alpha: 16 -> 32   <- refused" in output and "resume_allow" not in output
+
+
+def test_another_scaling_in_the_initial_adapter_is_refused(words, straight, tmp_path):
+    run_dir = shutil.copytree(straight["lora 1"], tmp_path / "run")
+    adapter = shutil.copytree(
+        straight["lora 2"] / "global_step_4/huggingface", tmp_path / "adapter"
+    )
+    settings = adapter / "adapter_config.json"
+    settings.write_text(settings.read_text().replace('"lora_alpha": 16', '"lora_alpha": 64'))
+    begins = (f"model.lora_adapter_path={adapter}", "trainer.total_training_steps=5")
+    output = train(run_dir, 1, *words, *LORA, *begins, code=2)
+    assert re.search("adapter_scaling: lora_alpha=16, .* -> lora_alpha=64, .*<- refused", output)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "qwen3_next", "mamba2"])

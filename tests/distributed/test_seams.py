@@ -12,7 +12,7 @@ from family_trials import heard
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from toy import differing, write_model_config
+from toy import ToySamples, differing, write_model_config
 from toy_runs import Recipe, Result, StopsAfter, run
 
 from trainer.checkpoint import layout
@@ -65,12 +65,23 @@ class HeavyBall(Optimizer):
 
 
 def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Result]:
-    """A run of each choice, in a directory of its own."""
+    """A run of each choice, in a directory of its own. Every second step has one sample, so a rank
+    has no supervised position.
+    """
     OPTIMIZERS["heavy_ball"] = HeavyBall
     LOSSES["with_z"] = Loss(cross_entropy, terms={"z": Term(z_loss, Z_WEIGHT)})
     recipe = Recipe(total_steps=4, save_freq=-1)
+    samples = ToySamples(9)
     return [
-        run(world, root / str(number), source, recipe, stop=StopsAfter(num_steps), **choice)
+        run(
+            world,
+            root / str(number),
+            source,
+            recipe,
+            samples=samples,
+            stop=StopsAfter(num_steps),
+            **choice,
+        )
         for number, choice in enumerate(CHOICES)
     ]
 

@@ -212,6 +212,7 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
         ),
         ("qwen2", {}, ["optim.groups=[{match: '('}]"], "is not a regular expression"),
         ("t5", {}, [], "an encoder-decoder model"),
+        ("opt", {"layerdrop": 0.1}, [], r"\(layerdrop=0\.1 .*\nFix: set \"layerdrop\" to 0"),
         ("gemma3", {"quantization_config": {"quant_method": "gptq"}}, [], "is quantized"),
         (
             "gemma3",

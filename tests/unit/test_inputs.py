@@ -1,5 +1,6 @@
 """Tests of the inputs of a run whose data has several sources."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from source_files import NUM_ANSWERS, NUM_CHATS, answers, chats, words, write_sources
+from toy import VOCAB, write_model_config
 
 from trainer.data.chat import RowEncoder
+from trainer.errors import DataError
+from trainer.quickstart import MODEL_DIR
 from trainer.train.start import main
 from trainer.train.start.compose import load_config
 from trainer.train.start.inputs import Inputs, prepare_inputs
@@ -69,6 +73,24 @@ def test_validation_rows_are_held_out_of_each_source_alike(files):
         held_out, inputs.train.sources, (NUM_CHATS, NUM_ANSWERS), strict=True
     ):
         assert sorted([*rows, *np.asarray(source.indices)]) == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, f"chats.jsonl:1: the token '.*' has the id .*, but the model has only {VOCAB} "),
+        (
+            {"vocab_size": 4096, "max_position_embeddings": 40},
+            r"chats.jsonl:11: the sample has 50 tokens.*\nFix: data.max_length=40",
+        ),
+    ],
+)
+def test_a_sample_that_the_model_has_no_row_for_is_refused_with_its_place(files, changes, message):
+    shutil.copytree(MODEL_DIR, files / "model")
+    write_model_config(files / "model", "gpt2", **changes)
+    model = [f"model.partial_pretrain={files}/model", "model.random_weights=true"]
+    with pytest.raises(DataError, match=message):
+        inputs_of(*words(files, chats(files)), *model)
 
 
 @pytest.mark.parametrize(

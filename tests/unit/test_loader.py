@@ -186,3 +186,10 @@ def test_a_checkpoint_of_another_position_is_not_taken_over():
     with pytest.raises(RuntimeError, match="but the data loader is at"):
         loader().load_state_dict(saved)
     loader(start=Position(1, 0, 3)).load_state_dict(saved)
+
+
+def test_a_position_beyond_shorter_data_continues_with_the_next_epoch():
+    past = Position(5, 0, NUM_SAMPLES + 1)
+    shorter = loader(start=past)
+    shorter.load_state_dict(vars(past))
+    assert shorter.position == Position(5, 1, 0)

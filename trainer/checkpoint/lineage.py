@@ -20,8 +20,10 @@ REFUSED = {
 """
 
 BASE_WEIGHTS = "base_weights"
+ADAPTER_SCALING = "adapter_scaling"
 FIXED = {
     BASE_WEIGHTS: "adapters fit only the weights they were trained for",
+    ADAPTER_SCALING: "the saved adapters were trained with this scaling",
     **dict.fromkeys(
         ("model.lora_rank", "model.lora_alpha", "model.use_rslora", "model.target_modules"),
         "the saved adapters have this shape",

@@ -161,7 +161,9 @@ class LossOutput(NamedTuple):
     hits_S: Tensor
     """True where the label was the likeliest token; ties count."""
     terms_K: Tensor | None = None
-    """Sums of the trained loss's other terms, without the main one; float64, without gradient."""
+    """Sums of the trained loss's other terms, without the main one; float64, without gradient. Empty
+    if no position is supervised.
+    """
 
 
 def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]:

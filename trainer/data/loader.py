@@ -6,6 +6,7 @@ state, for tools that read it.
 
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import Generator, Iterator, Mapping
 from multiprocessing import context, popen_fork
@@ -23,6 +24,8 @@ from trainer.data.samples import Samples
 from trainer.errors import EXIT_RESUMABLE, CannotWriteError
 from trainer.runtime.progress import Position
 from trainer.runtime.signals import become_worker
+
+logger = logging.getLogger(__name__)
 
 
 def pack(samples: Samples, indices: list[int]) -> PackedBatch:
@@ -209,11 +212,18 @@ class TrainLoader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise `RuntimeError` unless the state has the position that this loader was built for."""
-        expected = dataclasses.asdict(self.position)
+        expected = dataclasses.asdict(self.schedule.start)
         saved = {name: int(state_dict[name]) for name in expected}
         if saved != expected:
             raise RuntimeError(
                 f"the checkpoint's data.pt was saved at {saved}, but the data loader is at {expected}"
+            )
+        if self.position.epoch > self.schedule.start.epoch:
+            logger.warning(
+                "the data became shorter: an epoch now has %s samples, and this one has already "
+                "trained %s, so training continues with the next epoch",
+                f"{self.schedule.num_samples:,}",
+                f"{self.schedule.start.samples_consumed:,}",
             )
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from trainer.errors import DataError, ResumableError
 SUMMARY = "summary.json"
 CHECKSUMS = "SHA256SUMS"
 """The file with counts of the rows, and the checksums of all files in `sha256sum`'s format."""
+BLOCK_TOKENS = 1 << 18
 
 
 class MappedFile:
@@ -87,6 +88,19 @@ class TokenDataset:
         """Return the place of a sample in the data files, as `file:line`."""
         row = self.rows[index]
         return location(self.files[row["file"]], int(row["line"]))
+
+    def first_beyond(self, num_ids: int, progress: Callable[[], None]) -> tuple[int, int] | None:
+        """Return (sample, token id) of the first token whose id is not less than `num_ids`; None if
+        there is none. Calls `progress` while it reads all tokens, which is faster than hashing them.
+        """
+        for start in range(0, len(self.tokens), BLOCK_TOKENS):
+            ids = self.tokens[start : start + BLOCK_TOKENS] & ~SUPERVISED
+            if ids.max() >= num_ids:
+                place = int(np.argmax(ids >= num_ids))
+                index = np.searchsorted(self.rows["end"], start + place, side="right")
+                return int(index), int(ids[place])
+            progress()
+        return None
 
     def whole(self, name: str, repeat: float = 1.0) -> "SourceSamples":
         """Return all samples as one source."""

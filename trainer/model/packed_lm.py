@@ -5,8 +5,10 @@ Shape suffixes: T packed tokens, S supervised positions, H hidden size, V vocabu
 
 import copy
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +31,8 @@ from trainer.model.losses import LOSSES, Loss
 from trainer.model.pretrained import ModelSource
 from trainer.model.weights import base_name_of, has_tied_head
 
-_DRAWN = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")
+_DRAWN = ("dropout", "pdrop", "dropout_prob", "jitter_noise")
+_POSITION_TABLE = re.compile(r"\.(wpe|positions_embed|embed_positions)(\.weight)?$|\.pos_encoding$")
 
 
 def notes(config: PretrainedConfig) -> Iterator[str]:
@@ -65,6 +68,15 @@ def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | Non
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "its code comes with the model"
     return None
+
+
+def length_limit(model: PreTrainedModel) -> int | None:
+    """Return the maximum length of a document, in tokens; None unless the model has a table of
+    positions.
+    """
+    names = (name for name, _ in chain(model.named_parameters(), model.named_buffers()))
+    has_table = any(map(_POSITION_TABLE.search, names))
+    return model.config.max_position_embeddings if has_table else None
 
 
 def build_on_meta(
@@ -123,8 +135,15 @@ def _empty_model(source: ModelSource) -> PreTrainedModel:
 
 
 def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise `ConfigError` for models for which the fused head would be wrong."""
+    """Raise `ConfigError` for models for which sharding or the fused head would be wrong."""
     name = f"model.partial_pretrain={source.path}: {type(model).__name__}"
+    for key, share in vars(source.config).items():
+        if key.endswith("layerdrop") and share:
+            raise ConfigError(
+                f"{name} skips layers at random in training ({key}={share:g} in config.json). Each "
+                f"rank would skip other layers, so sharded gradients would be wrong.\n"
+                f'Fix: set "{key}" to 0 in {source.path}/config.json'
+            )
     if type(model.get_output_embeddings()) is not nn.Linear:
         raise ConfigError(f"{name} has no linear output head.\nFix: choose a causal language model")
     if model.base_model is model:

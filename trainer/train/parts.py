@@ -164,7 +164,9 @@ class LossTerms(_VectorSum):
 
     def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
         if self._names and output.terms_K is not None:
-            self._add(output.terms_K)
+            # without a supervised position, there are no terms, but other ranks sum K of them
+            zeros_K = output.losses_S.new_zeros(len(self._names), dtype=torch.float64)
+            self._add(output.terms_K if len(output.terms_K) else zeros_K)
 
     def signals(self, step: StepResult) -> Mapping[str, float]:
         sums = step.totals.vectors.get(self.name, ())

@@ -9,19 +9,22 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
 from trainer.data.batch_plan import Schedule
 from trainer.data.rows import PrepareOptions
-from trainer.data.samples import Samples, SourceSamples
+from trainer.data.samples import Samples, SourceSamples, TokenDataset
 from trainer.data.token_cache import prepare
 from trainer.data.tokens import tokenizer_digest
 from trainer.errors import DataError
-from trainer.model import new_tokens
+from trainer.model import new_tokens, packed_lm
 from trainer.model.assemble import Design, design_model
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.model.source import find_model
@@ -93,7 +96,7 @@ def prepare_inputs(config: Config, *, progress: Progress) -> Inputs:
     files = find_files(config)
     data_files = file_states(files)
     source = resolve_source(config, progress=progress)
-    return Inputs(  # in this order: first the model and data files, then values made from them
+    inputs = Inputs(  # in this order: first the model and data files, then values made from them
         config=config,
         data_files=data_files,
         model_files=ModelFiles.read(Path(source.path)),
@@ -101,6 +104,34 @@ def prepare_inputs(config: Config, *, progress: Progress) -> Inputs:
         whole=whole_checkpoint(source),
         **vars(prepare_data(config, files, source, progress=progress)),
     )
+    all_samples = filter(None, (inputs.train, inputs.validation))
+    sources = chain.from_iterable(samples.sources for samples in all_samples)
+    for dataset in dict.fromkeys(source.dataset for source in sources):
+        _require_room(inputs, dataset, progress)
+    return inputs
+
+
+def _require_room(inputs: Inputs, dataset: TokenDataset, progress: Progress) -> None:
+    """Raise `DataError` for a token without an embedding, or a sample with too few positions."""
+    model: Any = inputs.design.model
+    num_embeddings = len(model.get_input_embeddings().weight)
+    if (found := dataset.first_beyond(num_embeddings, progress)) is not None:
+        index, token_id = found
+        token = inputs.tokenizer.convert_ids_to_tokens(token_id)
+        raise DataError(
+            f"{dataset.location(index)}: the token {token!r} has the id {token_id}, but the model "
+            f"has only {num_embeddings} embeddings.\n"
+            f"Fix: use the model's own tokenizer; new tokens belong in model.new_tokens instead of "
+            f"{inputs.source.path}/tokenizer.json"
+        )
+    lengths = dataset.rows["num_tokens"]
+    limit = packed_lm.length_limit(model)
+    if limit is not None and lengths.max() > limit:
+        index = int(np.argmax(lengths))
+        raise DataError(
+            f"{dataset.location(index)}: the sample has {lengths[index]} tokens, but the model has "
+            f"only {limit} positions.\nFix: data.max_length={limit}"
+        )
 
 
 def require_trainable(config: Config, source: ModelSource) -> Design:

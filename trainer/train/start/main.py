@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from trainer.checkpoint.base_weights import Adapter, digest_together
 from trainer.checkpoint.export import ExportSource
 from trainer.checkpoint.layout import SAVE_TIMEOUT_S, CheckpointInfo
-from trainer.checkpoint.lineage import BASE_WEIGHTS, describe_run
+from trainer.checkpoint.lineage import ADAPTER_SCALING, BASE_WEIGHTS, describe_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_card import model_card
 from trainer.checkpoint.model_files import CONFIG
@@ -340,6 +340,10 @@ def _fingerprints(inputs: Inputs) -> dict[str, str]:
     )
     if config.model.has_adapters:
         fingerprints[BASE_WEIGHTS] = digest_together(Path(inputs.source.path))
+        # those of the configuration, or of the adapter in model.lora_adapter_path
+        settings = adapters.settings(inputs.design.model)
+        names = ("lora_alpha", "r", "use_rslora")
+        fingerprints[ADAPTER_SCALING] = ", ".join(f"{name}={settings[name]}" for name in names)
     elif inputs.whole is not None:
         fingerprints["other_parts"] = inputs.whole.others_digest[:16]
     return fingerprints
