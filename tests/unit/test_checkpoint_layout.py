@@ -279,3 +279,10 @@ def test_a_lost_export_does_not_lose_the_checkpoint(tmp_path):
     assert info.manifest is not None and steps(tmp_path) == [20, 10]
     problems = verify_files(info.path, info.manifest)
     assert problems == ["huggingface/config.json: No such file or directory"]
+
+
+def test_the_weights_of_an_adapter_are_not_advised_as_a_model(tmp_path):
+    (tmp_path / "huggingface").mkdir()
+    assert "model.partial_pretrain=" in layout.new_run_from(tmp_path)
+    (tmp_path / "huggingface/adapter_config.json").touch()
+    assert "model.lora_adapter_path=" in layout.new_run_from(tmp_path)

@@ -16,6 +16,7 @@ from typing import ClassVar
 from trainer.checkpoint import fsio
 from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
 from trainer.config import ConfigError
+from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.runtime.files import regular_opener, try_lock
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -38,6 +39,14 @@ _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 logger = logging.getLogger(__name__)
+
+
+def new_run_from(checkpoint: Path) -> str:
+    """Return the advice to start a new run from a checkpoint's weights."""
+    export = checkpoint / HUGGINGFACE
+    is_adapter = (export / ADAPTER_CONFIG).exists()
+    key = "model.lora_adapter_path" if is_adapter else "model.partial_pretrain"
+    return f"start a new run with trainer.experiment_name=<new name> and {key}={export}"
 
 
 def step_dir_name(step: int) -> str:

@@ -136,9 +136,7 @@ class OptimizerShards:
                 raise CorruptShardError(
                     f"{directory.name} was saved by a different optimizer: for '{name}' it has "
                     f"{', '.join(saved[0])}, but {type(self.optimizer).__name__} needs "
-                    f"{', '.join(live)}.\nFix: restore optim.name, or start a new run from the "
-                    f"weights with trainer.experiment_name=<new name> and "
-                    f"model.partial_pretrain={directory}/huggingface"
+                    f"{', '.join(live)}.\nFix: restore optim.name, or {layout.new_run_from(directory)}"
                 )
             for key, value in live.items():
                 pieces = [entry[key] for entry in saved]
@@ -256,8 +254,7 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
             raise ConfigError(
                 f"{path} holds one state of the part '{name}' for each of its ranks "
                 f"({manifest.mesh}), which the ranks of this run ({world.mesh_sizes}) cannot load.\n"
-                f"Fix: resume with the same number of ranks, or start a new run from the weights with "
-                f"trainer.experiment_name=<new name> and model.partial_pretrain={path}/huggingface"
+                f"Fix: resume with the same number of ranks, or {layout.new_run_from(path)}"
             )
         if is_sharded(part):
             # The rows of one rank may be in the files of several ranks.

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -98,11 +99,10 @@ def _log_end(setup: RunSetup, run: Run) -> None:
         logger.info(labelled("model", f"not exported; {command} exports it"))
         return
     logger.info(labelled("model", str(export)))
-    served = f"vllm serve {export}"
+    served = f"vllm serve {shlex.quote(str(export))}"
     if settings := read_object(export / ADAPTER_CONFIG):
-        served = (
-            f"vllm serve {setup.inputs.source.path} --enable-lora --lora-modules tuned={export}"
-        )
+        base = shlex.quote(str(setup.inputs.source.path))
+        served = f"vllm serve {base} --enable-lora --lora-modules {shlex.quote(f'tuned={export}')}"
         if settings["modules_to_save"]:
             command = call(f"checkpoint export {export.parent} TARGET")
             served = f"vLLM serves only the merged model; {command} makes it"
