@@ -165,7 +165,7 @@ UNWATCHED = {"router_aux_loss_coef": 0.1}
 @pytest.mark.parametrize(
     ("model_type", "changes", "frozen", "said"),
     [
-        ("qwen3_moe", EXPERTS, "none", "(coefficient 0.001 in config.json) is trained"),
+        ("qwen3_moe", EXPERTS, "none", "(coefficient 0.001 in config.json) is part of"),
         ("qwen3_moe", EXPERTS, "mlp.gate", "left out of the loss"),
         ("deepseek_v4", UNWATCHED, "none", "left out of the loss"),
         ("hy_v3", {**EXPERTS, **UNWATCHED}, "none", "left out of the loss"),

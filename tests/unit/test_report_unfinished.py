@@ -55,7 +55,7 @@ def test_a_run_killed_at_120_of_186_steps_is_not_ok(tmp_path, capsys):
     train(tmp_path, range(1, 121))
     report = judged(tmp_path)
     assert (
-        titles(report) == ["The run has 120 of 186 steps (64.5%)."]
+        titles(report) == ["The run has completed 120 of 186 steps (64.5%)."]
         and report.verdict == "ATTENTION"
     )
     assert (
@@ -79,7 +79,7 @@ def test_a_resume_that_is_to_train_longer_counts(tmp_path):
     train(tmp_path, range(1, 101), total_steps=100).finish(0)
     assert judged(tmp_path).verdict == "OK"
     train(tmp_path, range(101, 121), total_steps=NUM_STEPS).finish(75)
-    assert "The run has 120 of 186 steps (64.5%)." in titles(judged(tmp_path))
+    assert "The run has completed 120 of 186 steps (64.5%)." in titles(judged(tmp_path))
 
 
 def test_a_run_that_is_still_training_is_no_reason_for_attention(tmp_path):
@@ -87,7 +87,7 @@ def test_a_run_that_is_still_training_is_no_reason_for_attention(tmp_path):
     holder = {"nonce": "0", "pid": os.getpid(), "host": socket.gethostname(), "started": "now"}
     (tmp_path / ".train.lock").write_text(json.dumps(holder))
     report = judged(tmp_path)
-    assert titles(report) == ["The run has 120 of 186 steps (64.5%) and is still running."]
+    assert titles(report) == ["The run has completed 120 of 186 steps (64.5%) and is still running."]
     assert report.verdict == "OK" and status(report, "All planned steps were trained") == "unknown"
     (tmp_path / ".train.lock").write_text(json.dumps(holder | {"host": "elsewhere"}))
     assert judged(tmp_path).verdict == "ATTENTION", "no sign of life"

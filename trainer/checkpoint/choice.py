@@ -65,7 +65,7 @@ def _choose(usable: list[CheckpointInfo], pointer: Pointer) -> tuple[CheckpointI
     unpublished = [info for info in usable if not info.published and info.step > pointed.step]
     if unpublished:
         first = unpublished[0]
-        return first, f"the run died after saving {first.path.name}, before {POINTER} named it"
+        return first, f"the run died after saving {first.path.name}, but before updating {POINTER}"
     if newest is not pointed:
         return (
             pointed,

@@ -37,7 +37,7 @@ class Manifest:
     """The manifest of the checkpoint of `step`.
 
     `mesh` maps dimension names to sizes, outermost first. `loss` and `grad_norm` are the values of
-    `step`. `created_utc` is only shown: the code never orders anything by it.
+    `step`. `created_utc` is for display only: the code never orders anything by it.
 
     text_names: names of the language model's tensors in the files of a model with several
     components. num_passed_through: number of tensors that are exported unchanged.

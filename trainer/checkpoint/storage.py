@@ -24,8 +24,8 @@ KEY = "trainer.checkpoint.mirror"
 class StorageError(Exception):
     """The storage refused or did not answer. The message names the operation and the cause.
 
-    `is_refusal`: True if a retry will not help, for example without permission or for a missing
-    bucket.
+    `is_refusal`: True if a retry will not help, for example because permission is denied or
+    the bucket does not exist.
     """
 
     def __init__(self, message: str, *, is_refusal: bool = False) -> None:

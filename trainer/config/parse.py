@@ -178,7 +178,8 @@ def parse_recorded(values: Mapping[str, Any]) -> Config:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield a message with a fix for each contradiction between keys that are valid alone."""
+    """Yield a message with a fix for each contradiction between keys that are each valid on their
+    own."""
     data = config.data
     model = config.model
     trainer = config.trainer

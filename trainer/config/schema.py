@@ -104,9 +104,9 @@ class ModelConfig:
     compile: bool = key(False, "apply torch.compile to each decoder layer")
     loss: str = key(
         "cross_entropy",
-        "trained loss: cross_entropy | dft (each token's loss weighted by its probability, for "
+        "training loss: cross_entropy | dft (each token's loss weighted by its probability, for "
         "pretrained weights); train/loss, the guard and validation always use cross_entropy; "
-        "train/objective is the trained loss",
+        "train/objective is the training loss",
     )
     attention: str = key(
         AUTO,
@@ -124,7 +124,7 @@ class ModelConfig:
     )
     lora_dropout: float = key(
         0.0,
-        "LoRA: fraction of an adapter's inputs that training sets to zero, at random by step and rank",
+        "LoRA: fraction of an adapter's inputs that training sets to zero, at random for each step and rank",
         within("[0, 1)"),
     )
     use_rslora: bool = key(False, "LoRA: scale by lora_alpha / sqrt(lora_rank)")

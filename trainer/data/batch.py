@@ -151,7 +151,7 @@ class LossOutput(NamedTuple):
     """
 
     loss_sum: Tensor
-    """Sum of the trained loss over the supervised positions, a float64 scalar, from which the
+    """Sum of the training loss over the supervised positions, a float64 scalar, from which the
     backward pass starts. Without gradients it is the sum of `losses_S`.
     """
     losses_S: Tensor
@@ -161,7 +161,7 @@ class LossOutput(NamedTuple):
     hits_S: Tensor
     """True where the label was the likeliest token; ties count."""
     terms_K: Tensor | None = None
-    """Sums of the trained loss's other terms, without the main one; float64, without gradient. Empty
+    """Sums of the training loss's other terms, without the main one; float64, without gradient. Empty
     if no position is supervised.
     """
 

@@ -80,10 +80,10 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint_contexts(make: Callable[[], Contexts] = noop_context_fn) -> Contexts:
-    """Return two contexts for `torch.utils.checkpoint`, based on those of `make`.
+    """Return the two contexts for `torch.utils.checkpoint`: those that `make` returns, extended.
 
-    The first is for a layer's forward pass, the second for its recomputation, which must find the
-    same documents.
+    The first is for a layer's forward pass. The second is for its recomputation, and also sets the
+    documents again, so that both use the same ones.
     """
     first, second = make()
     return first, _computed_again(second, _running)

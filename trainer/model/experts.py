@@ -117,7 +117,7 @@ class Routers:
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Watch the model's routers, and log whether its auxiliary loss is trained."""
+        """Watch the model's routers, and log whether training uses its auxiliary loss."""
         self._experts = experts_of(model)
         if len({experts.num_experts for experts in self._experts}) > 1:
             self._experts = []  # different numbers of experts have no common distribution
@@ -135,7 +135,7 @@ class Routers:
             logger.info(
                 "the router's auxiliary loss (coefficient %g in config.json) is %s",
                 coefficient,
-                f"left out of the loss: {obstacle}" if obstacle else "trained",
+                f"left out of the loss: {obstacle}" if obstacle else "part of the training loss",
             )
         num_experts = self._experts[0].num_experts if self._experts else 0
         self._fractions_E = torch.zeros(num_experts, dtype=torch.float64, device=device)

@@ -35,7 +35,7 @@ class LossHead(nn.Linear):
     """
 
     loss: LossAndGradient
-    """The trained loss, or its compiled form, which passes over the logits once instead of several
+    """The training loss, or its compiled form, which passes over the logits once instead of several
     times.
     """
 
@@ -49,7 +49,7 @@ class LossHead(nn.Linear):
     def forward(  # type: ignore[override]  # a linear layer gives a tensor; so does this one without labels
         self, hidden_SH: Tensor, labels_S: Tensor | None = None
     ) -> Tensor | LossOutput:
-        """Return the trained loss of the labels and their cross-entropy.
+        """Return the training loss of the labels and their cross-entropy.
 
         Without gradients, return the cross-entropy as both. Without labels, return logits.
         """

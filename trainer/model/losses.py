@@ -1,9 +1,9 @@
-"""Losses that can be trained, by name, as functions of logits and labels.
+"""Training losses by name, as functions of logits and labels.
 
 A loss sees the supervised positions of one chunk of a micro-batch, so it must treat every position
-separately. Then the step's loss, the sum over positions divided by their global count, does not
-depend on chunks, micro-batches or ranks. `train/loss` and validation always show cross-entropy,
-whichever loss is trained.
+separately. This makes the step's loss, the sum over positions divided by their global count,
+independent of chunks, micro-batches and ranks. `train/loss` and validation always show
+cross-entropy, whichever loss the model is trained with.
 
 Shape suffixes: C positions of one chunk, V vocabulary, K terms besides the main one.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Formula = Callable[["Tensor", "Tensor"], "Tensor"]
 """(logits [C, V] in float32 or wider, labels int64 [C]) -> values [C], differentiable by torch."""
 LossAndGradient = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor"]]
-"""(logits, labels) -> (trained losses float32 [C], gradient of their sum with respect to the
+"""(logits, labels) -> (training losses float32 [C], gradient of their sum with respect to the
 logits, in the logits' dtype [C, V], logged values float32 [1 + K, C]: cross-entropy and the K
 further terms).
 """
@@ -26,7 +26,7 @@ further terms).
 
 @dataclass(frozen=True)
 class Term:
-    """A weighted part of the trained loss besides its main formula."""
+    """A weighted part of the training loss besides its main formula."""
 
     formula: Formula
     weight: float
@@ -49,7 +49,7 @@ class Loss:
 
     @property
     def is_cross_entropy(self) -> bool:
-        """True if the trained loss is the one that is logged as `train/loss`."""
+        """True if the training loss is the one that is logged as `train/loss`."""
         return self.main is cross_entropy and not self.terms
 
     def formula(self, logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":

@@ -45,7 +45,7 @@ def notes(config: PretrainedConfig) -> Iterator[str]:
     if config.model_type == "phimoe":
         drawn.append("its router's choice of experts")
     if drawn:
-        yield f"drawn at random in training, by step and rank: {', '.join(drawn)}"
+        yield f"drawn at random in training for each step and rank: {', '.join(drawn)}"
 
 
 def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | None:

@@ -181,8 +181,8 @@ def _used_in_place(
 
 
 def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) -> bool:
-    """Return True if all gathered layers take so much memory that it is better to gather them
-    twice.
+    """Return True if all gathered layers together take so much memory that it is better to free them
+    after the forward pass and gather them again for the backward pass.
     """
     numel = sum(
         parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters()

@@ -123,8 +123,9 @@ def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
 class _Quantized:
     """A weight as codes and scales.
 
-    `shape`: that of the stored weight. `block`: its rows and columns that share a scale.
-    `is_mxfp4`: the codes have one more dimension, and the weight is stored transposed.
+    `shape` is the shape of the stored weight. `block` is the number of its rows and columns that
+    share a scale. If `is_mxfp4`, the codes have one more dimension, and the weight is stored
+    transposed.
     """
 
     codes: StoredTensor

@@ -1,7 +1,6 @@
-"""The embedded default: a tiny model without weights, its tokenizer and 3,840
-instructions, as files.
+"""The bundled default: a tiny model without weights, its tokenizer and 3,840 instructions, as files.
 
-`python tests/make_quickstart.py` makes the files of the model; a test holds that they are what it makes.
+`python tests/make_quickstart.py` generates the tokenizer.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Processes of this machine, and work in a thread that may never end."""
+"""Manages processes on this machine, and runs work that may never finish in a thread."""
 
 import contextlib
 import ctypes

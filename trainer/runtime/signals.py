@@ -1,7 +1,7 @@
 """Stop signals, and the rank's side of the launcher's protocol.
 
-A rank writes its pid into its launcher's status (`trainer/runtime/status.py`), so that signals
-reach it directly, and the exit code of the run, because torchrun folds every failure into 1.
+A rank writes two things into its launcher's status (`trainer/runtime/status.py`): its pid, so that
+signals reach it directly, and the exit code of the run, because torchrun folds every failure into 1.
 """
 
 import contextlib

@@ -68,7 +68,7 @@ class Part:
     ) -> Tensor | None:
         """Act between the forward and backward passes of a micro-batch.
 
-        If this returns a scalar, the scalar is added to the trained loss.
+        If this returns a scalar, the scalar is added to the training loss.
         """
         return None
 

@@ -77,7 +77,7 @@ def accumulate(run: Run, batch: StepBatch) -> tuple[str, dict[str, Tensor]]:
 
     Returns the name of the sum whose gradient is taken, and this rank's sums, in float64 on the
     device: the cross-entropy of the supervised tokens (`loss_sum`), the number of those tokens that
-    the model finds most likely (`num_hits`), and the trained loss.
+    the model finds most likely (`num_hits`), and the training loss.
     """
     clock = run.meter.clock
     device = run.world.device

@@ -1,13 +1,13 @@
-"""Runs a program that a model wrote against tests, in a child process with limits.
+"""Runs a model-written program against tests, in a child process with limits.
 
-The child gets an environment without the user's variables and a temporary directory. When it ends,
+The child gets a temporary directory and an environment without the user's variables. When it ends,
 all processes that it started are killed. If bubblewrap is installed, the child runs inside it: it
 has no network and its own process ids, and it sees only the interpreter, the system libraries and
 its own directory. Without bubblewrap, the program can read and write the user's files and use the
 network, which is why the command requires `--allow-code`.
 
 The kernel does not limit the number of root's processes. Root therefore needs bubblewrap, and
-programs of root run inside it under a different user id.
+inside it the program runs under a different user id.
 """
 
 import functools

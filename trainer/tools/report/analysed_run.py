@@ -284,9 +284,9 @@ def _source(role: str) -> str:
 def recognise_profile(log: RunLog) -> str:
     """Return the profile of a log.
 
-    It is "controller" for rewards with latencies or budgets, "grpo" for rewards, a KL or
-    advantages, "sft" for a loss without rewards, and "generic" otherwise, also for preferences
-    (DPO), whose loss falls but has no usual range.
+    It is "controller" for rewards with latencies or budgets, "grpo" for rewards, KL divergence,
+    advantages or answers, "sft" for a loss without rewards, and "generic" otherwise. Preference
+    training (DPO) is "generic" too, because its loss falls but has no usual range.
     """
     run = AnalysedRun(log, "generic")
     if run.key("violation") or (run.key("reward") and run.key("latency")):

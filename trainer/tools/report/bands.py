@@ -130,7 +130,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "trend": ("", "The trend counts more than the level."),
     "negative": (
         "Accuracy is still low, or the latency budget is missed.",
-        "That is fine while it rises; otherwise check the accuracy and the budget.",
+        "This is fine while the reward rises; otherwise check the accuracy and the budget.",
     ),
     "drowned": (
         "The weights of the reward functions hide the signal to learn from, or groups are too small.",

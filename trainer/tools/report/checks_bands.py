@@ -101,7 +101,7 @@ def _may_be_untrained(run: AnalysedRun, _: float) -> str:
 def _has_generalised(run: AnalysedRun, level: float) -> str:
     held_out = run.find("val_loss")
     is_low = bool(held_out) and held_out.values[-1] < 2 * level
-    return "the validation loss is as low, so nothing was memorized" if is_low else ""
+    return "the validation loss is similarly low, so nothing was memorized" if is_low else ""
 
 
 def _few_are_cut(run: AnalysedRun, _: float) -> str:

@@ -89,7 +89,7 @@ def completeness(run: AnalysedRun) -> Findings:
         why = f", as it was stopped early: {stops[-1]}"
     level = warn if log.source == "fsdp-sft" else note
     yield (info if why else level)(
-        f"The run has {run.last_step} of {planned} steps ({run.last_step / planned:.1%}){why}.",
+        f"The run has completed {run.last_step} of {planned} steps ({run.last_step / planned:.1%}){why}.",
         steps=(run.last_step, run.last_step),
         cause="" if why else "The run is still training, was stopped, or died.",
         remedy=() if why else ("If it has ended, run the same command again to resume.",),

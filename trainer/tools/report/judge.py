@@ -109,8 +109,8 @@ def _rank(one: Finding) -> int:
 def _explains(cause: Finding, effect: Finding, slack: int) -> bool:
     """Return whether one fault in `TRAINING` can cause another.
 
-    The cause comes earlier in `CHAIN`, and lasts when the effect begins, give or take `slack`
-    steps. A gradient that rises with the loss is an effect, but one that rises before it is a
+    The cause comes earlier in `CHAIN`, and the effect begins while the cause lasts, give or take
+    `slack` steps. A gradient that rises with the loss is an effect, but one that rises before it is a
     cause.
     """
     first, last = cause.steps or (0, 0)

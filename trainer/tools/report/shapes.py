@@ -253,13 +253,14 @@ fall fast.
 
 
 def departures(values: Floats, floor: float) -> tuple[Floats, Floats, Floats]:
-    """Return (z, usual level, usual spread upwards) of each point. In a burst, |z| is large.
+    """Return (z, usual level, usual upward spread) of each point. In a burst, |z| is large.
 
     A point is compared only with the past, as in the guard. A metric that stays at a new level
     stands out until the new level fills half of the window. The spread is the largest of 1.4826
-    MAD, the 95 % (5 %) quantile divided by 1.645, and `floor`. The quantile absorbs batches of two
-    kinds. Up to 5 % outliers in most windows do not change the spread. In a short log, a point is
-    also compared with its neighbours, and the quantile is not used.
+    MAD, a tail quantile divided by 1.645 (95 % for upward and 5 % for downward departures), and
+    `floor`. If batches are of two kinds, the quantile widens the spread, so that the rarer kind does
+    not stand out. Up to 5 % outliers in most windows do not change the spread. In a short log, a
+    point is also compared with its neighbours, and the quantile is not used.
     """
     windows, before = _windowed(values, min(LEVEL_POINTS, len(values) // 4))
     level = np.median(windows, axis=1)[before]

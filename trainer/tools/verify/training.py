@@ -46,7 +46,7 @@ def check_ranks(runs: Runs) -> Checked:
         alone = runs.train("one_rank", num_ranks=1, until=NUM_COMPARED)
     except RunFailedError as error:
         if OUT_OF_MEMORY.search(str(error)):
-            return Checked("skip", "the model does not fit on one rank: check a smaller one")
+            return Checked("skip", "the model does not fit on one rank: use a smaller model")
         raise
     fix = "find the broken card or link: check fewer ranks, with CUDA_VISIBLE_DEVICES"
     return _same_steps(runs, alone, f"1 rank and {runs.num_ranks} ranks", fix)
@@ -89,7 +89,7 @@ def check_resume(runs: Runs) -> Checked:
     """Compare a run that was killed with SIGKILL and resumed with the straight one, bit for bit."""
     killed = runs.train_killed()
     if killed is None:
-        return Checked("skip", "the runs ended before they were killed: check a larger batch")
+        return Checked("skip", "the runs finished before they could be killed: use a larger batch")
     run, saved_before, resumed_from = killed
     if resumed_from < saved_before:
         what = f"step {saved_before} was saved, but the killed run resumed from {resumed_from}"
@@ -116,7 +116,7 @@ def check_memory(runs: Runs) -> Checked:
     key = "memory/max_reserved_gib" if runs.is_on_gpu else "memory/cpu/rss_gib"
     peak_gib = max(row[key] for row in runs.timed.rows())
     planned_gib = runs.planned_gib(runs.config, runs.num_ranks)
-    what = f"a rank uses at most {peak_gib:.2f} GiB; the plan has {planned_gib:.2f}"
+    what = f"a rank uses at most {peak_gib:.2f} GiB; the plan predicts {planned_gib:.2f}"
     if peak_gib <= planned_gib:
         return Checked("ok", what)
     fix = f"give `plan` a limit that is {peak_gib - planned_gib:.1f} GiB lower (--memory-gib)"

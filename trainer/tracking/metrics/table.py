@@ -147,14 +147,14 @@ TABLE = (
             "train/objective",
             "nat/token",
             "down",
-            "Mean of the trained loss over the step's supervised tokens, where model.loss is not "
+            "Mean of the training loss over the step's supervised tokens, where model.loss is not "
             "cross_entropy.",
         ),
         (
             "train/objective/<term>",
             "nat/token",
             "down",
-            "Mean of a further term of the trained loss over the step's supervised tokens, without "
+            "Mean of a further term of the training loss over the step's supervised tokens, without "
             "its weight.",
         ),
         (
@@ -201,8 +201,8 @@ TABLE = (
             "1",
             "down",
             "Auxiliary loss of a mixture of experts' routers, without its coefficient: 0 in a "
-            "run's first step, about the number of experts chosen for a token where these are "
-            "even.",
+            "run's first step, later about the number of experts chosen per token if the load is "
+            "balanced.",
         ),
         (
             "moe/load_max_over_mean",

@@ -265,7 +265,7 @@ class _Warnings(Remembered):
         self._pause_end = 0
 
     def is_given(self, step: int) -> bool:
-        """Return True if a step that stands out causes a warning. A pause then begins."""
+        """Return True if a step that stands out should cause a warning. If so, start a new pause."""
         if step < self._pause_end:
             return False
         is_calm = step >= self._pause_end + self._pause

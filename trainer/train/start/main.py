@@ -1,6 +1,7 @@
-"""Build a run from its configuration: first its inputs, then its ranks, its start and its parts.
+"""Build a run from its configuration: prepare its inputs, start its ranks, decide where training
+starts, and build its parts.
 
-This is the only file that knows all concrete parts.
+This is the only module that knows which class implements each part.
 """
 
 import hashlib
