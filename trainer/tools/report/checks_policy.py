@@ -47,8 +47,9 @@ def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     met = list(run.moved("kl"))
     # the few points after the first far one distinguish a jump from a ramp
     values = kl.values[: int(np.searchsorted(kl.steps, far.steps[0])) + 5]
-    steps = kl.steps[: len(values)]
-    start = onset(np.log(values / np.maximum(steps, 1)) if values.min() > 0 else values)
+    # a healthy KL grows fast in the first steps
+    first = int(np.searchsorted(kl.steps, far.steps[0] / 4))
+    start = onset(np.log(values) if values.min() > 0 else values, first=first)
     peak = np.argmax(far.values)
     yield fail(
         f"The policy left its reference {counted(max(1, len(met)), 'time')}: KL up to "
