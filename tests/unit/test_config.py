@@ -89,6 +89,7 @@ MISTAKES = {
     "data.max_token_len_per_gpu=100": "data.max_length=2048",
     "data.prompt_key=question": "'data.prompt_key' and 'data.response_key' work only together",
     "trainer.checkpoint.save_contents=[model,hf_model]": "a run cannot resume without them",
+    "data.apply_chat_template_kwargs={tools: [], a: 1}": "which the trainer sets; got {'tools': []",
     "data.val_ratio=1": "'data.val_ratio' must be in [0, 1), got 1",
     "data.num_workers=1000000": "must be in [0, 64]",
     "trainer.project_name=../x": "must not point outside checkpoints/",

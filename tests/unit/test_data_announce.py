@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import tokenizer_fixtures as fixtures
-from prepared import CHATS, OPTIONS, announced, run, write_rows
+from prepared import CHATS, OPTIONS, announced, good_rows, run, run_rows, write_rows
 
-from trainer.data.samples import Samples
+from trainer.data.samples import Samples, SourceSamples
 
 ASK = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}
@@ -33,3 +33,16 @@ def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, ca
     assert "3 samples, " in apart and "without their reasoning" not in apart
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
     assert "3 turns that do not begin with their generation prompt's header" in lines(opens)
+
+
+def test_the_start_warns_about_validation_samples_that_are_also_trained(tmp_path, caplog):
+    rows = run_rows(tmp_path, *good_rows(9)).whole("rows")
+    train, held_out = rows.split(0.4, seed=1)
+
+    def lines(validation: SourceSamples) -> str:
+        samples = Samples([train]), Samples([validation])
+        return "\n".join(announced(*samples, fixtures.make_tokenizer(), caplog))
+
+    assert "about 100% of the validation samples are also training samples" in lines(train)
+    assert "about 56% of the validation samples" in lines(rows)
+    assert "also training samples" not in lines(held_out)

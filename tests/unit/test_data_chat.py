@@ -9,6 +9,7 @@ import pytest
 import tokenizer_fixtures as fixtures
 from prepared import encoded, sample_of, supervised
 from tokenizer_fixtures import make_tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from trainer.config import RowKeys
 from trainer.data.chat import RowEncoder
@@ -53,6 +54,31 @@ def test_answers_are_supervised_with_their_end_and_the_tokens_are_those_of_trans
     assert sample.input_ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
     expected = [f"{answer}<|im_end|>" for answer in ANSWERS]
     assert supervised(messages, tokenizer, turns="together") == expected
+
+
+SPACE_BEFORE_ANSWER = [
+    template.replace("assistant\n'", "assistant: '").replace("['role'] + '\n'", "['role'] + ': '")
+    for template in (fixtures.CHATML, fixtures.CHATML_TAGGED)
+]
+
+
+@pytest.mark.parametrize("template", SPACE_BEFORE_ANSWER, ids=["prefixes", "tags"])
+def test_no_token_holds_the_end_of_a_prompt_and_the_beginning_of_an_answer(template):
+    tokenizer = make_tokenizer(template)
+    messages = chat("return 4", "\nhello world")
+    sample = sample_of(messages, tokenizer)
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert sample.input_ids[: len(served)].tolist() == served
+    found = supervised(messages, tokenizer)
+    assert found == ["return 4<|im_end|>", "\nhello world<|im_end|>"]
+
+
+def test_an_answer_that_alone_would_begin_with_another_space_is_refused():
+    tokenizer = make_tokenizer(SPACE_BEFORE_ANSWER[0])
+    tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    why, _ = encoded(chat("return 4"), tokenizer)
+    assert str(why).startswith("split token: one token holds the end of the prompt")
 
 
 UNPROMPTED = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"

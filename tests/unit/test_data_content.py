@@ -134,6 +134,10 @@ def test_calls_or_text_that_the_template_ignores_are_a_bad_row(template, content
     assert found.startswith(f"{start} {lacking}; use")
 
 
+def test_empty_arguments_are_an_empty_object():
+    assert '"arguments": {}}' in trained(fixtures.QWEN3, USER, calling("add", ""), RESULT, ONE)
+
+
 @pytest.mark.parametrize("template", [CALLS_ONLY, OTHER_SEPARATORS, CALLS_WITHOUT_TEXT])
 def test_what_is_rendered_somehow_or_not_trained_is_not_taken_for_left_out(template):
     assert "add" in trained(template, USER, CALLING, RESULT, ONE)

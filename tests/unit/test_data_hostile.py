@@ -77,6 +77,8 @@ LINES: dict[bytes, str] = {
     chat(USER, call(tool_calls="f()")): "broken tool_calls: 'tool_calls' of message 2",
     chat(USER, ANSWER, tools="[{"): "broken tools: 'tools' must be a list of objects",
     chat(USER, ANSWER, tools=nested(2000)): "nested too deeply: ",
+    chat(USER, call(tool_calls=json_calls('{"x":1'))): "broken tool_calls: the arguments of a call "
+    "in message 2 are not JSON: '{\"x\":1'",
     chat(USER, call(tool_calls=json_calls(nested(2000)))): "nested too deeply: ",
     b'{"conversations": [{"from": "function_call", "value": "%s"}]}'
     % nested(2000).encode(): "nested too deeply: ",

@@ -68,8 +68,8 @@ def find(
     finder: TokenFinder, batch: list[MarkedText]
 ) -> list[tuple[list[int], list[tuple[int, int]]]]:
     located = finder.find(batch)
-    assert all(ids.dtype == np.int32 for ids, _ in located)
-    return [(ids.tolist(), spans) for ids, spans in located]
+    assert all(ids.dtype == np.int32 for ids, *_ in located)
+    return [(ids.tolist(), spans) for ids, spans, _ in located]
 
 
 def expected(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from source_files import NUM_ANSWERS, NUM_CHATS, answers, chats, words, write_sources
+from source_files import NUM_ANSWERS, NUM_CHATS, TEMPLATE, answers, chats, words, write_sources
 from toy import VOCAB, write_model_config
 
 from trainer.data.chat import RowEncoder
@@ -43,6 +43,17 @@ def test_each_source_is_read_with_its_keys_and_rendered_with_its_template(files)
     said = "<|im_start|>user says What is 1?<|im_end|><|im_start|>assistant says 1 it is, and no other number<|im_end|>"
     assert texts(inputs)[NUM_CHATS + 1] == said
     assert inputs.train.location(NUM_CHATS + 1) == f"{files}/answers.jsonl:2"
+
+
+def test_a_variable_that_a_template_does_not_read_is_named(files, caplog):
+    (files / "says.jinja").write_text("{{ polite }}" + TEMPLATE)
+    inputs_of(
+        *words(files, chats(files), answers(files)),
+        "data.apply_chat_template_kwargs={polite: '', politr: ''}",
+    )
+    ours, says = [text for text in caplog.messages if "does not read" in text]
+    assert "template of the model does not read polite, politr." in ours
+    assert "says.jinja does not read politr." in says
 
 
 def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(files, monkeypatch):

@@ -60,6 +60,7 @@ def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(capsys, m
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ("# optim: {lr: 1}\n", "recipe own.yaml contains no keys"),
         ("optim: {lr: [", "recipe own.yaml, line 1: expected the node content"),
         (
             "optim:\n  lrr: 1\n",
@@ -71,6 +72,12 @@ def test_a_broken_one_is_refused_with_its_place(text, reason):
     with pytest.raises(ConfigError) as raised:
         load_config([f"experiment={write('own.yaml', text)}"])
     assert reason in str(raised.value)
+
+
+def test_a_second_one_is_refused():
+    with pytest.raises(ConfigError) as raised:
+        load_config(["experiment=gsm8k", "optim.lr=0.1", "experiment=mixture"])
+    assert "2 recipes are given (experiment=gsm8k, experiment=mixture)" in str(raised.value)
 
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -37,6 +37,7 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
     "data.train_files=empty.jsonl": (65, "'empty.jsonl'"),
     "data.train_files=[{files:rows.jsonl,chat_template:nope.jinja}]": (2, "nope.jinja"),
     "data.chat_template=nope.jinja": (2, "data.chat_template=nope.jinja: No such file"),
+    "data.chat_template=blank.jinja": (2, "data.chat_template=blank.jinja: the file is empty"),
     "model.partial_pretrain=./nope": (2, "model.partial_pretrain=./nope"),
     "model.partial_pretrain=rows.csv": (2, "rows.csv is a file"),
     "model.partial_pretrain=no-config": (2, "no-config has no config.json"),
@@ -68,6 +69,7 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path,
     (tmp_path / "rows.csv").write_text("a,b\n")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "blank.jinja").write_text(" \n")
     (tmp_path / "broken.yaml").write_text("data: [1\nmodel: {\n")
     (tmp_path / "old" / "global_step_3").mkdir(parents=True)
     (tmp_path / "other").mkdir()

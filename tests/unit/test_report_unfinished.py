@@ -87,7 +87,9 @@ def test_a_run_that_is_still_training_is_no_reason_for_attention(tmp_path):
     holder = {"nonce": "0", "pid": os.getpid(), "host": socket.gethostname(), "started": "now"}
     (tmp_path / ".train.lock").write_text(json.dumps(holder))
     report = judged(tmp_path)
-    assert titles(report) == ["The run has completed 120 of 186 steps (64.5%) and is still running."]
+    assert titles(report) == [
+        "The run has completed 120 of 186 steps (64.5%) and is still running."
+    ]
     assert report.verdict == "OK" and status(report, "All planned steps were trained") == "unknown"
     (tmp_path / ".train.lock").write_text(json.dumps(holder | {"host": "elsewhere"}))
     assert judged(tmp_path).verdict == "ATTENTION", "no sign of life"

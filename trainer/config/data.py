@@ -19,6 +19,19 @@ from trainer.config.keys import (
 QUICKSTART = "quickstart"
 AUTO = "auto"
 NAME = r"\w[\w.-]*"
+RESERVED_VARIABLES = (
+    "messages",
+    "conversation",
+    "conversations",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "tokenize",
+)
+"""Arguments for rendering a template that are not variables of the user."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,12 @@ class DataConfig:
         "file; exported with the model",
     )
     apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "additional variables for the template, e.g. {enable_thinking: false}"
+        {},
+        "additional variables for the template, e.g. {enable_thinking: false}",
+        where(
+            lambda variables: variables.keys().isdisjoint(RESERVED_VARIABLES),
+            f"cannot contain {', '.join(RESERVED_VARIABLES)}, which the trainer sets; got {{}}",
+        ),
     )
     turns: str = key(
         "auto",

@@ -175,9 +175,26 @@ class RowEncoder:
         with_all = tokenizer.encode("a")
         return with_all[: with_all.index(first)], int(tokenizer.eos_token_id)
 
-    def _masked(self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span]) -> Encoded:
+    def _masked(
+        self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span], crossed: list[int]
+    ) -> Encoded:
+        """Return the sample of a text with its spans. Raises `UnusableError`.
+
+        A server tokenizes the prompt alone. If a token crosses the start of a supervised part, the
+        text before and after that place is tokenized separately.
+        """
         if not isinstance(item, Part):
             return self._encoded_text(item, input_ids, bounds[0][0])
+        if crossed:
+            whole = self._decoded(input_ids.tolist())
+            input_ids, bounds = self._finder.find_apart(item, crossed)
+            if self._decoded(input_ids.tolist()) != whole:
+                raise UnusableError(
+                    "split token: one token holds the end of the prompt and the beginning of the "
+                    "assistant's text, and this tokenizer changes the text if they are separated; "
+                    "remove whitespace from the beginning of the text, or from the end of the "
+                    "template's header (data.chat_template)"
+                )
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
             end_id = int(input_ids[last - 1])

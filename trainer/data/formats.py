@@ -358,6 +358,13 @@ def _checked_message(message: Any, index: int) -> Message:
     calls = message.get("tool_calls") or []
     if not _are_objects(calls):
         raise UnusableError(f"broken tool_calls: 'tool_calls' of {where} must be a list of objects")
+    for call in calls:
+        function = call.get("function", call)
+        text = function.get("arguments") if isinstance(function, dict) else None
+        if text and isinstance(text, str) and _json(text) is text:
+            raise UnusableError(
+                f"broken tool_calls: the arguments of a call in {where} are not JSON: {text[:60]!r}"
+            )
     content = message.get("content")
     if content is None and role == "assistant" and calls:
         content = ""

@@ -25,6 +25,10 @@ MAX_PREVIEW = 1600
 """Maximum number of characters shown of the sample at the start of a run, which fill a screen
 together with the other lines.
 """
+NUM_COMPARED = 256
+MAX_CANDIDATES = 20_000
+"""Maximum numbers of validation and of training samples that the start of a run compares."""
+MAX_SHARE_IN_TRAIN = 0.1
 TURNS = {
     "num_apart": "conversations divided into one sample per turn (data.turns)",
     "num_unlike_prompt": "turns that do not begin with their generation prompt's header",
@@ -153,6 +157,29 @@ def _digest(samples: Samples, number: int) -> bytes:
     return hashlib.blake2b(samples.sample(number)[0].tobytes(), digest_size=8).digest()
 
 
+def share_in_train(validation: Samples, train: Samples) -> float:
+    """Estimate the share of validation samples with the same token ids as a training sample.
+
+    Only some samples of both are compared, so that the start of a run stays fast. `stats` compares
+    all of them.
+    """
+    num_compared = min(NUM_COMPARED, len(validation))
+    ids = np.linspace(0, len(validation) - 1, num_compared).astype(np.int64)
+    candidates = np.flatnonzero(
+        np.isin(_sizes(train, np.arange(len(train))), _sizes(validation, ids))
+    )
+    stride = 1 + len(candidates) // MAX_CANDIDATES
+    known = {_digest(train, number) for number in candidates[::stride].tolist()}
+    num_found = sum(_digest(validation, number) in known for number in ids.tolist())
+    return min(1.0, stride * num_found / num_compared)
+
+
+def _sizes(samples: Samples, ids: np.ndarray) -> np.ndarray:
+    """Return a number for the numbers of tokens and of supervised tokens of each sample."""
+    lengths, num_loss_tokens = samples.counts(ids)
+    return (lengths << 32) + num_loss_tokens
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -197,6 +224,11 @@ def announce(
         logger.warning(
             f"data.train_batch_size={schedule.batch_size} exceeds the number of samples: each step "
             f"trains all {len(rows):,}. Fix: set it to {len(rows)} or less, or add data"
+        )
+    if validation and (share := share_in_train(validation, train)) >= MAX_SHARE_IN_TRAIN:
+        logger.warning(
+            f"about {share:.0%} of the validation samples are also training samples, so val/loss does "
+            f"not show overfitting. Fix: remove them from one side; `data stats` counts and lists them"
         )
     _log("steps", f"{total_steps:,}, {schedule.steps_per_epoch:,} per epoch; {lr}")
     sample = int(train.of_rows(rows)[0])

@@ -243,7 +243,7 @@ class ChatTemplate:
 
 def _as_object(arguments: Any) -> object:
     try:
-        found = json.loads(arguments)
+        found = json.loads(arguments or "{}")  # servers read empty arguments as an empty object
     except (TypeError, ValueError):  # not text, or not JSON
         return arguments
     return found if isinstance(found, dict) else arguments

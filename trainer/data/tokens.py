@@ -5,6 +5,7 @@ import json
 import unicodedata
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.rows import UnusableError
 
 Span = tuple[int, int]
-Located = tuple[np.ndarray, list[Span]]
+Located = tuple[np.ndarray, list[Span], list[int]]
+"""Token ids (int32), the half-open range of the tokens that start in each span, and the starts of
+spans that are inside a token.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,32 +61,64 @@ class TokenFinder:
             state["normalizer"] = None
             self._backend_of_normalized = _made(state, tokenizer)
         self._num_bytes = _num_bytes(state) if _is_byte_level(state) else None
+        self._added = {token["id"]: token["content"] for token in state["added_tokens"]}
 
     def find(self, batch: list[MarkedText]) -> list[Located]:
-        """Return for each text its token ids (int32), and for each span the half-open range of the
-        tokens that start inside it.
+        """Return for each text its token ids and the tokens in its spans.
 
-        The ends of tokens do not matter, because a special token may include the whitespace after
-        it.
+        Whitespace that an added token absorbs does not count as a part of it.
         """
         texts = [item.text for item in batch]
         is_normalized = all(map(_is_normalized, texts))
         backend = self._backend_of_normalized if is_normalized else self._backend
         if self._num_bytes is None or not is_normalized:
             encodings = backend.encode_batch(texts, add_special_tokens=False)
-            return list(map(_located, batch, encodings))
+            return [self._located(*found) for found in zip(batch, encodings, strict=True)]
         located = []
         # encoding without offsets takes an eighth less time
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         for item, encoding in zip(batch, encodings, strict=True):
             found = _located_by_bytes(item, encoding, self._num_bytes)
             if found is None:
-                found = _located(item, backend.encode(item.text, add_special_tokens=False))
+                found = self._located(item, backend.encode(item.text, add_special_tokens=False))
             located.append(found)
         return located
 
+    def find_apart(self, item: MarkedText, cuts: list[int]) -> tuple[np.ndarray, list[Span]]:
+        """Cut a text at starts of spans, and tokenize each piece alone."""
+        ids: list[int] = []
+        bounds: list[Span] = []
+        for start, end in pairwise([0, *cuts, len(item.text)]):
+            spans = [(at - start, to - start) for at, to in item.spans if start <= at < end]
+            [(found, inside, _)] = self.find([MarkedText(item.text[start:end], spans)])
+            bounds += [(len(ids) + first, len(ids) + last) for first, last in inside]
+            ids += found.tolist()
+        return np.array(ids, dtype=np.int32), bounds
+
     def ids(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _located(self, item: MarkedText, encoding: Encoding) -> Located:
+        def start(token: int) -> int:
+            first, _ = encoding.token_to_chars(token) or (0, 0)
+            return first
+
+        def end(token: int) -> int:
+            _, last = encoding.token_to_chars(token) or (0, 0)
+            content = self._added.get(encoding.ids[token])
+            return last if content is None else start(token) + len(content)
+
+        places = range(len(encoding))
+        bounds = [
+            (bisect_left(places, first, key=start), bisect_left(places, last, key=start))
+            for first, last in item.spans
+        ]
+        crossed = [
+            first
+            for (first, _), (token, _) in zip(item.spans, bounds, strict=True)
+            if token and end(token - 1) > first
+        ]
+        return np.array(encoding.ids, dtype=np.int32), bounds, crossed
 
 
 def _made(state: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
@@ -93,19 +129,6 @@ def _made(state: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tokenize
 
 def _is_normalized(text: str) -> bool:
     return unicodedata.is_normalized("NFC", text)
-
-
-def _located(item: MarkedText, encoding: Encoding) -> Located:
-    def start(token: int) -> int:
-        first, _ = encoding.token_to_chars(token) or (0, 0)
-        return first
-
-    places = range(len(encoding))
-    bounds = [
-        (bisect_left(places, first, key=start), bisect_left(places, end, key=start))
-        for first, end in item.spans
-    ]
-    return np.array(encoding.ids, dtype=np.int32), bounds
 
 
 def _is_byte_level(state: dict[str, Any]) -> bool:
@@ -138,7 +161,7 @@ def _num_bytes(state: dict[str, Any]) -> np.ndarray:
 def _located_by_bytes(
     item: MarkedText, encoding: Encoding, num_bytes: np.ndarray
 ) -> Located | None:
-    """Return the result of `_located`, computed without offsets; None if a token absorbed
+    """Return the result of `TokenFinder._located`, computed without offsets; None if a token absorbed
     whitespace.
     """
     input_ids = np.array(encoding.ids, dtype=np.int32)
@@ -150,8 +173,12 @@ def _located_by_bytes(
     bounds = [bound for span in item.spans for bound in span]
     if not text.isascii():
         bounds = [len(text[:bound].encode()) for bound in bounds]
-    first_tokens = (ends - sizes).searchsorted(bounds).tolist()
-    return input_ids, list(zip(first_tokens[::2], first_tokens[1::2], strict=True))
+    tokens = (ends - sizes).searchsorted(bounds)
+    first_tokens = tokens.tolist()
+    spans = list(zip(first_tokens[::2], first_tokens[1::2], strict=True))
+    is_crossed = np.append(0, ends)[tokens] > bounds
+    starts = [first for first, _ in item.spans]
+    return input_ids, spans, list(compress(starts, is_crossed[::2]))
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

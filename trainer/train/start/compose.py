@@ -75,8 +75,13 @@ def load_config(words: list[str]) -> Config:
     """
     tree = default_tree()
     recipes = [find_recipe(word.partition("=")[2]) for word in words if _is_recipe(word)]
-    if recipes and recipes[-1] is not None:
-        path = recipes[-1]
+    if len(recipes) > 1:
+        raise ConfigError(
+            f"{len(recipes)} recipes are given ({', '.join(filter(_is_recipe, words))}), but a run "
+            f"reads only one.\nFix: remove all but one, or merge them into one file"
+        )
+    if recipes and recipes[0] is not None:
+        path = recipes[0]
         if problems := assign(tree, _read_recipe(path)):
             raise ConfigError("\n".join(f"recipe {path}: {problem}" for problem in problems))
     return _with_overrides(tree, [word for word in words if not _is_recipe(word)])
@@ -180,7 +185,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         raise ConfigError(f"recipe {path}, line {line}: {error.problem}") from error
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
-    if not isinstance(tree, DictConfig):
+    if not isinstance(tree, DictConfig) or not tree:
         raise ConfigError(
             f"recipe {path} contains no keys.\nFix: write it like the examples in conf/experiment"
         )

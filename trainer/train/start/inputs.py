@@ -209,6 +209,15 @@ class Encoders:
         tokenizer.chat_template = read_chat_template(chat_template) or self._own.chat_template
         if chat_template in TEMPLATE_NAMES:
             _require_tokens(tokenizer, chat_template)
+        if text := str(tokenizer.chat_template or ""):
+            variables = self.config.data.apply_chat_template_kwargs
+            if unread := variables.keys() - set(re.findall(r"\w+", text)):
+                logger.warning(
+                    "data.apply_chat_template_kwargs: the chat template %s does not read %s. "
+                    "Fix: correct the name, or remove it",
+                    chat_template or "of the model",
+                    ", ".join(sorted(unread)),
+                )
         return tokenizer, tokenizer_digest(tokenizer)
 
     def encoding(self, source: Source) -> tuple[PreTrainedTokenizerBase, str, PrepareOptions]:

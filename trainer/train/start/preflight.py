@@ -91,18 +91,26 @@ def _files(config: Config, key: str) -> Files:
 
 
 def read_chat_template(name: str | None) -> str | None:
-    """Return the text of a chat template, by its name or path. Raises `ConfigError`."""
+    """Return the text of a chat template, by its name or path. Raises `ConfigError` if it is
+    missing or empty.
+    """
     if name is None:
         return None
     path = TEMPLATES / f"{name}.jinja" if name in TEMPLATE_NAMES else Path(name)
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"data.chat_template={name}: {reason}.\nFix: give the path of a jinja file, or one of "
             f"{', '.join(TEMPLATE_NAMES)}"
         ) from error
+    if not text.strip():
+        raise ConfigError(
+            f"data.chat_template={name}: the file is empty.\nFix: write a template to it, or leave "
+            f"out data.chat_template to use the template of the model"
+        )
+    return text
 
 
 def _require_templates(config: Config) -> None:
