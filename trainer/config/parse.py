@@ -179,7 +179,8 @@ def parse_recorded(values: Mapping[str, Any]) -> Config:
 
 def contradictions(config: Config) -> Iterator[str]:
     """Yield a message with a fix for each contradiction between keys that are each valid on their
-    own."""
+    own.
+    """
     data = config.data
     model = config.model
     trainer = config.trainer
