@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from whole_equality import compare_runs
-from whole_runs import before_steps, stop_in_step, tiny_model, train
+from whole_runs import before_steps, curve, stop_in_step, tiny_model, train
 
 from trainer.checkpoint import layout
+from trainer.quickstart import TRAIN_FILE
 
 STEPS = 8
 RECIPE = (
@@ -176,6 +177,18 @@ def test_a_run_killed_at_its_end_is_tidied(start, straight, run_dir, end):
     assert compare_runs(straight, run_dir, steps=STEPS).differences == []
     before = state_of(run_dir)
     assert "already complete" in start() and state_of(run_dir) == before
+
+
+def test_other_validation_rows_are_refused_and_if_allowed_counted_alone(start, run_dir, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    first, second, *_ = TRAIN_FILE.read_text().splitlines(keepends=True)
+    rows.write_text(first)
+    word = f"data.val_files={rows}"
+    start(word, code=75, before=partial(stop_in_step, 5))
+    rows.write_text(first + second)
+    assert "  <- refused: the best loss" in start(word, code=2)
+    start(word, "trainer.resume_allow=[validation]", before=learn_nothing)
+    assert curve(run_dir, "val/best_step") == {4: 4, 8: 8}
 
 
 def test_a_lost_log_is_said_at_resume(start, run_dir):

@@ -28,6 +28,7 @@ RECOMPUTE = "model.enable_gradient_checkpointing"
 DTYPES = ("float32", "bfloat16", "float16")
 RESUME_ALLOW = (
     "data",
+    "validation",
     "data.order",
     "train_batch_size",
     "seed",
@@ -386,8 +387,8 @@ class TrainerConfig:
     )
     resume_allow: list[str] = key(
         [],
-        "changes to accept on resume: data, data.order, train_batch_size, seed, tokenizer, "
-        "model_config, other_parts",
+        "changes to accept on resume: data, validation, data.order, train_batch_size, seed, "
+        "tokenizer, model_config, other_parts",
         one_of(*RESUME_ALLOW),
     )
     max_time: str | None = key(
