@@ -39,6 +39,22 @@ def read(run_dir: Path) -> Rollbacks:
         ) from error
 
 
+def take_over(run_dir: Path, checkpoint: CheckpointInfo | None) -> Rollbacks:
+    """Return the rollbacks that precede `checkpoint`, and record them in `run_dir`.
+
+    `checkpoint`: the start of a run that has no checkpoint in `run_dir`: a checkpoint of another
+    run, or None. Replaces the record of an earlier start that ended before its first checkpoint.
+    """
+    rollbacks = Rollbacks()
+    if checkpoint is not None:
+        entries = read(checkpoint.path.resolve().parent).entries
+        past = (entry for entry in entries if entry.target_step <= checkpoint.step)
+        rollbacks = Rollbacks(tuple(past))
+    if rollbacks != read(run_dir):
+        _write(run_dir, rollbacks)
+    return rollbacks
+
+
 def candidates(
     run_dir: Path, *, onset: int, history: History, data: str | None
 ) -> list[CheckpointInfo]:
@@ -85,11 +101,15 @@ def decide(
         discarded=[info.nonce for info in newer if info.nonce],
     )
     rollbacks = Rollbacks((*read(run_dir).entries, entry))
+    _write(run_dir, rollbacks)
+    complete(run_dir)
+    return rollbacks
+
+
+def _write(run_dir: Path, rollbacks: Rollbacks) -> None:
     content = {"rollbacks": [dataclasses.asdict(item) for item in rollbacks.entries]}
     text = json.dumps(content, indent=2) + "\n"
     fsio.atomic_write(run_dir / FILE, text.encode())
-    complete(run_dir)
-    return rollbacks
 
 
 def complete(run_dir: Path) -> None:

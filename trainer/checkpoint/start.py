@@ -106,11 +106,14 @@ def _begin(
     checkpoint = _first_verified(selection.candidates, run_dir, world)
     if checkpoint is not None:
         _log_changes(checkpoint, fingerprints, config)
+    recall = partial(rollback.take_over, run_dir, checkpoint)
+    if checkpoint is not None and is_own(checkpoint, run_dir):
+        recall = partial(rollback.read, run_dir)
     return Start(
         checkpoint,
         is_complete=False,
         lock=lock if world.is_main else None,
-        rollbacks=on_main(lambda: rollback.read(run_dir), run_dir, world),
+        rollbacks=on_main(recall, run_dir, world),
         fingerprints=fingerprints,
     )
 
