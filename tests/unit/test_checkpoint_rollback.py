@@ -1,5 +1,6 @@
 """A run reads its rollbacks as they were written, and never guesses them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,12 +38,12 @@ def test_a_file_that_cannot_be_read_ends_the_start(tmp_path, text):
         rollback.read(tmp_path)
 
 
-def rollbacks_at_start(world: Any, run_dir: Path, path: Path | None) -> Rollbacks:
-    """Begin, from a checkpoint or from step 0, and save nothing."""
-    config = trainer_config(run_dir, Recipe())
-    if path is not None:
-        config = replace(config, resume_mode="resume_path", resume_from_path=str(path))
-    begun = begin(config, {}, world, total_steps=99)
+def rollbacks_at_start(
+    world: Any, run_dir: Path, fingerprints: Mapping[str, str], **changes: str
+) -> Rollbacks:
+    """Begin and save nothing."""
+    config = replace(trainer_config(run_dir, Recipe()), **changes)
+    begun = begin(config, fingerprints, world, total_steps=99)
     begun.lock.release()
     assert rollback.read(run_dir) == begun.rollbacks
     return begun.rollbacks
@@ -54,6 +55,11 @@ def test_another_directory_takes_over_the_rollbacks_before_its_checkpoint(tmp_pa
     early = decide(layout.inspect(tmp_path / "global_step_10"), onset=30)
     save(tmp_path, 40, 60)
     decide(layout.inspect(tmp_path / "global_step_60"), onset=80)
-    begun = partial(run_ranks, rollbacks_at_start, 1, tmp_path / "other")
-    assert begun(tmp_path / "global_step_40") == [early]
-    assert begun(None) == [Rollbacks()], "a new run after a start that saved nothing"
+    elsewhere = partial(run_ranks, rollbacks_at_start, 1, tmp_path / "other")
+    start = partial(
+        elsewhere, resume_mode="resume_path", resume_from_path=f"{tmp_path}/global_step_40"
+    )
+    assert start({}) == [early]
+    assert elsewhere({}) == [Rollbacks()], "a new run after a start that saved nothing"
+    with pytest.raises(AssertionError, match="skips the batches of steps 41 to 88, but"):
+        start({"train_batch_size": "4"})

@@ -7,6 +7,7 @@ the newer checkpoints aside. The steps in the file are skipped permanently.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
@@ -19,6 +20,8 @@ STEPS_BEFORE_ONSET = 16
 """Checkpoints from this many steps before the trouble are not trusted."""
 SKIPPED_AROUND = 8
 """Number of batches to skip on either side of the trouble."""
+BATCHES = ("data", "train_batch_size", "seed", "data.order")
+"""Fingerprints of the values that decide which samples a step trains."""
 
 
 def read(run_dir: Path) -> Rollbacks:
@@ -39,6 +42,12 @@ def read(run_dir: Path) -> Rollbacks:
         ) from error
 
 
+def has_same_batches(checkpoint: CheckpointInfo, fingerprints: Mapping[str, str]) -> bool:
+    """Return True if the steps after the checkpoint trained the same batches in that run as now."""
+    saved = checkpoint.manifest.fingerprints
+    return all(saved.get(name) == fingerprints.get(name) for name in BATCHES)
+
+
 def take_over(run_dir: Path, checkpoint: CheckpointInfo | None) -> Rollbacks:
     """Return the rollbacks that precede `checkpoint`, and record them in `run_dir`.
 
@@ -56,12 +65,11 @@ def take_over(run_dir: Path, checkpoint: CheckpointInfo | None) -> Rollbacks:
 
 
 def candidates(
-    run_dir: Path, *, onset: int, history: History, data: str | None
+    run_dir: Path, *, onset: int, history: History, fingerprints: Mapping[str, str]
 ) -> list[CheckpointInfo]:
     """Return committed checkpoints well before `onset` that no earlier trouble affects, newest first.
 
-    Only checkpoints with the fingerprint `data` count. If the data has changed, the position in a
-    checkpoint refers to different samples.
+    Only checkpoints after which the steps train the same batches count.
     """
     latest = onset - STEPS_BEFORE_ONSET
     trouble = [
@@ -72,7 +80,7 @@ def candidates(
         for info in reversed(layout.committed(run_dir))
         if info.step <= latest
         and not any(first <= info.step <= last for first, last in trouble)
-        and info.manifest.fingerprints.get("data") == data
+        and has_same_batches(info, fingerprints)
     ]
 
 

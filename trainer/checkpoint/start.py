@@ -109,11 +109,14 @@ def _begin(
     recall = partial(rollback.take_over, run_dir, checkpoint)
     if checkpoint is not None and is_own(checkpoint, run_dir):
         recall = partial(rollback.read, run_dir)
+    rollbacks = on_main(recall, run_dir, world)
+    if checkpoint is not None and not rollback.has_same_batches(checkpoint, fingerprints):
+        _require_no_skips(rollbacks, checkpoint)
     return Start(
         checkpoint,
         is_complete=False,
         lock=lock if world.is_main else None,
-        rollbacks=on_main(recall, run_dir, world),
+        rollbacks=rollbacks,
         fingerprints=fingerprints,
     )
 
@@ -125,6 +128,17 @@ def _log_changes(
     saved = checkpoint.manifest.fingerprints
     for change in compare(saved, fingerprints, allow=config.resume_allow):
         logger.warning("changed since %s: %s", checkpoint.path.name, change)
+
+
+def _require_no_skips(rollbacks: Rollbacks, checkpoint: CheckpointInfo) -> None:
+    """Raise `ConfigError` if steps after the checkpoint are skipped, because of other batches."""
+    if ahead := [step for step in rollbacks.skipped_steps if step > checkpoint.step]:
+        raise ConfigError(
+            f"a rollback skips the batches of steps {min(ahead)} to {max(ahead)}, but these steps "
+            f"now train other samples, because {' or '.join(rollback.BATCHES)} has changed.\n"
+            f"Fix: restore these values until step {max(ahead)} is saved, or start a new run with "
+            f"trainer.experiment_name=<new name>"
+        )
 
 
 def _is_complete(
