@@ -383,7 +383,7 @@ class TrainerConfig:
         one_of("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = key(
-        None, "checkpoint (.../global_step_N) to continue from, with resume_mode=resume_path"
+        None, "checkpoint (.../global_step_N) of another run, for resume_mode=resume_path"
     )
     resume_allow: list[str] = key(
         [],
