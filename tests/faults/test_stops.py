@@ -162,6 +162,12 @@ def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete
     assert [info.step for info in layout.committed(run_dir)] == [2, 4]
 
 
+def test_a_larger_patience_continues_a_run_that_ended_early(start, run_dir):
+    start(*EARLY, before=learn_nothing)
+    start(*EARLY, "trainer.early_stop_patience=2", before=learn_nothing)
+    assert steps_of_validations(run_dir) == [2, 4, 6], "the earlier validations count"
+
+
 ENDS = {
     "before the pointer moves": ("trainer.checkpoint.layout", "publish"),
     "before rotation": ("trainer.checkpoint.retention", "rotate"),

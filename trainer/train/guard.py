@@ -132,7 +132,7 @@ class Guard(Remembered, Part):
                 f"{self._overfit.best_step}, while train/loss fell; the best checkpoint is kept"
             )
             self._tell("overfit", step, message, "warn")
-        if not self._overfit.is_exhausted:
+        if not self.is_out_of_patience:
             return False
         message = (
             f"val/loss has not improved in {self._patience} validations; best at step "
@@ -141,6 +141,11 @@ class Guard(Remembered, Part):
         self._tell("early_stop", step, message, "info")
         self.num_decisions += 1
         return True
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """True if none of the last `early_stop_patience` validations improved the loss."""
+        return self._overfit.is_exhausted
 
     @property
     def history(self) -> History:
