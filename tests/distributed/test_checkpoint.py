@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, optim_config, toy_run
+from toy import ToySamples, build_toy_model, guard_config, optim_config, toy_run
 from toy_runs import Recipe, begun, checkpoint_manager, equal, flip, run, save_now
 from toy_runs import source as source  # a fixture
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.manifest import MANIFEST, verify_files
+from trainer.config import GuardRule
 from trainer.errors import CannotWriteError
 from trainer.optim.schedule import LrSchedule
+from trainer.train.guard import Guard
 from trainer.train.run import RateState
 
 
@@ -122,3 +124,17 @@ def test_an_accepted_batch_size_goes_on_in_the_same_order(straight, source, tmp_
     assert again.start_step == 2
     manifest = layout.inspect(run_dir / "global_step_6").manifest
     assert (manifest.epoch, manifest.samples_consumed) == (1, 8), "16 + 4 x 4 of 24 samples"
+
+
+def run_with_trouble(world: Any, run_dir: Path, source: Any, recipe: Recipe) -> Any:
+    rule = GuardRule(metric="progress/step", above=recipe.total_steps - 0.5, action="rollback")
+    return run(world, run_dir, source, recipe, guard=Guard(guard_config(rules=[rule])))
+
+
+def test_no_rollback_returns_to_another_batch_size(straight, source, tmp_path):
+    """The position in such a checkpoint refers to other steps."""
+    run_dir = begun(straight[0], tmp_path / "run", 2)
+    allowed = ("train_batch_size",)
+    changed = Recipe(total_steps=18, save_freq=-1, batch_size=4, resume_allow=allowed)
+    (found,) = run_ranks(run_with_trouble, 1, run_dir, source, changed)
+    assert [step for step, _ in found.rows] == list(range(3, 19))

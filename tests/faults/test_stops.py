@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from whole_equality import compare_runs
-from whole_runs import before_steps, stop_in_step, tiny_model, train
+from whole_runs import before_steps, curve, stop_in_step, tiny_model, train
 
 from trainer.checkpoint import layout
+from trainer.quickstart import TRAIN_FILE
 
 STEPS = 8
 RECIPE = (
@@ -161,6 +162,12 @@ def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete
     assert [info.step for info in layout.committed(run_dir)] == [2, 4]
 
 
+def test_a_larger_patience_continues_a_run_that_ended_early(start, run_dir):
+    start(*EARLY, before=learn_nothing)
+    start(*EARLY, "trainer.early_stop_patience=2", before=learn_nothing)
+    assert steps_of_validations(run_dir) == [2, 4, 6], "the earlier validations count"
+
+
 ENDS = {
     "before the pointer moves": ("trainer.checkpoint.layout", "publish"),
     "before rotation": ("trainer.checkpoint.retention", "rotate"),
@@ -176,6 +183,18 @@ def test_a_run_killed_at_its_end_is_tidied(start, straight, run_dir, end):
     assert compare_runs(straight, run_dir, steps=STEPS).differences == []
     before = state_of(run_dir)
     assert "already complete" in start() and state_of(run_dir) == before
+
+
+def test_other_validation_rows_are_refused_and_if_allowed_counted_alone(start, run_dir, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    first, second, *_ = TRAIN_FILE.read_text().splitlines(keepends=True)
+    rows.write_text(first)
+    word = f"data.val_files={rows}"
+    start(word, code=75, before=partial(stop_in_step, 5))
+    rows.write_text(first + second)
+    assert "  <- refused: the best loss" in start(word, code=2)
+    start(word, "trainer.resume_allow=[validation]", before=learn_nothing)
+    assert curve(run_dir, "val/best_step") == {4: 4, 8: 8}
 
 
 def test_a_lost_log_is_said_at_resume(start, run_dir):

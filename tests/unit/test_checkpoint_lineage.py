@@ -9,7 +9,7 @@ from trainer.config import RESUME_ALLOW, Config, ConfigError, keys_of
 from trainer.train.start.compose import load_config
 
 VALUES = {"data": "d1", "train_batch_size": 8, "seed": 1, "tokenizer": "t1", "model_config": "m1"}
-VALUES |= {"other_parts": "o1", "torch": "2.13"}
+VALUES |= {"validation": "v1", "other_parts": "o1", "torch": "2.13"}
 
 
 def fingerprints(*overrides: str, **values: object) -> dict[str, str]:

@@ -1,10 +1,19 @@
 """A run reads its rollbacks as they were written, and never guesses them."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 from checkpoint_fakes import save
+from ranks import run_ranks
+from toy_runs import Recipe, begin, trainer_config
 
 from trainer.checkpoint import layout, rollback
 from trainer.config import ConfigError
+from trainer.runtime.progress import Rollbacks
 
 
 def test_a_rollback_that_was_only_decided_is_completed(tmp_path):
@@ -27,3 +36,30 @@ def test_a_file_that_cannot_be_read_ends_the_start(tmp_path, text):
     (tmp_path / rollback.FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"cannot read .*rollbacks\.json"):
         rollback.read(tmp_path)
+
+
+def rollbacks_at_start(
+    world: Any, run_dir: Path, fingerprints: Mapping[str, str], **changes: str
+) -> Rollbacks:
+    """Begin and save nothing."""
+    config = replace(trainer_config(run_dir, Recipe()), **changes)
+    begun = begin(config, fingerprints, world, total_steps=99)
+    begun.lock.release()
+    assert rollback.read(run_dir) == begun.rollbacks
+    return begun.rollbacks
+
+
+def test_another_directory_takes_over_the_rollbacks_before_its_checkpoint(tmp_path):
+    decide = partial(rollback.decide, tmp_path, found_step=80, last_step=90, reason="a spike")
+    save(tmp_path, 10, 40)
+    early = decide(layout.inspect(tmp_path / "global_step_10"), onset=30)
+    save(tmp_path, 40, 60)
+    decide(layout.inspect(tmp_path / "global_step_60"), onset=80)
+    elsewhere = partial(run_ranks, rollbacks_at_start, 1, tmp_path / "other")
+    start = partial(
+        elsewhere, resume_mode="resume_path", resume_from_path=f"{tmp_path}/global_step_40"
+    )
+    assert start({}) == [early]
+    assert elsewhere({}) == [Rollbacks()], "a new run after a start that saved nothing"
+    with pytest.raises(AssertionError, match="skips the batches of steps 41 to 88, but"):
+        start({"train_batch_size": "4"})

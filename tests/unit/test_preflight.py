@@ -58,6 +58,8 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
         2,
         "trainer.resume_from_path=gone/global_step_4",
     ),
+    "trainer.default_local_dir=old\ttrainer.resume_mode=resume_path\t"
+    "trainer.resume_from_path=old/global_step_3": (2, "each restart of the command would go back"),
     "trainer.default_local_dir=other": (2, "'theirs'"),
     "trainer.resume_mode=disable\ttrainer.default_local_dir=old": (2, "up to step 3"),
     "data.train_files=rows.jsonl\tmodel.partial_pretrain=whole": (99, ""),

@@ -107,7 +107,15 @@ def candidates_of(config: TrainerConfig) -> Selection:
         return select(run_dir)
     assert config.resume_from_path is not None
     path = Path(config.resume_from_path)
-    if path.resolve().parent != run_dir.resolve() and (own := select(run_dir)).candidates:
+    if path.resolve().parent == run_dir.resolve():
+        raise ConfigError(
+            f"trainer.resume_from_path={path} is a checkpoint of this run: each restart of the "
+            f"command would go back to it and train the steps after it again.\n"
+            f"Fix: trainer.resume_mode=auto continues from the newest checkpoint. To go back once, "
+            f"write the step into {run_dir / POINTER} first. To keep the steps after it, add "
+            f"trainer.experiment_name=<new name> to this command"
+        )
+    if (own := select(run_dir)).candidates:
         note = f"this run has checkpoints: continuing from them, not from {path}"
         return Selection(own.candidates, (*own.notes, note))
     info = layout.inspect(path)

@@ -9,6 +9,7 @@ from trainer.runtime.json_lines import flat
 SOME_TWICE = "some samples may come twice, some not at all"
 REFUSED = {
     "data": f"training continues at the same position in the new data; {SOME_TWICE}",
+    "validation": "the best loss and early stopping count only validations of the new rows",
     "train_batch_size": "the rest of the epoch uses the new size; each sample still comes once",
     "seed": f"the rest of the epoch has a different order; {SOME_TWICE}",
     "data.order": f"the rest of the epoch has a different order; {SOME_TWICE}",

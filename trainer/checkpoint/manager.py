@@ -254,15 +254,18 @@ class CheckpointManager:
         anything changes. The caller loads the checkpoint.
         """
         self.finish()
-        data = self._saver.fingerprints.get("data")
+        now = self._saver.fingerprints
         for info in self._on_main(
-            lambda: rollback.candidates(self.run_dir, onset=onset, history=history, data=data)
+            lambda: rollback.candidates(
+                self.run_dir, onset=onset, history=history, fingerprints=now
+            )
         ):
             if not start.verify(info, self._world):
                 break
         else:
             logger.warning(
-                "there is no checkpoint from well before step %d to return to, so training continues: %s",
+                "there is no checkpoint of the same batches from well before step %d to return to, so "
+                "training continues: %s",
                 onset,
                 reason,
             )

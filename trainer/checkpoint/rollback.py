@@ -7,6 +7,7 @@ the newer checkpoints aside. The steps in the file are skipped permanently.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
@@ -19,6 +20,8 @@ STEPS_BEFORE_ONSET = 16
 """Checkpoints from this many steps before the trouble are not trusted."""
 SKIPPED_AROUND = 8
 """Number of batches to skip on either side of the trouble."""
+BATCHES = ("data", "train_batch_size", "seed", "data.order")
+"""Fingerprints of the values that decide which samples a step trains."""
 
 
 def read(run_dir: Path) -> Rollbacks:
@@ -39,13 +42,34 @@ def read(run_dir: Path) -> Rollbacks:
         ) from error
 
 
+def has_same_batches(checkpoint: CheckpointInfo, fingerprints: Mapping[str, str]) -> bool:
+    """Return True if the steps after the checkpoint trained the same batches in that run as now."""
+    saved = checkpoint.manifest.fingerprints
+    return all(saved.get(name) == fingerprints.get(name) for name in BATCHES)
+
+
+def take_over(run_dir: Path, checkpoint: CheckpointInfo | None) -> Rollbacks:
+    """Return the rollbacks that precede `checkpoint`, and record them in `run_dir`.
+
+    `checkpoint`: the start of a run that has no checkpoint in `run_dir`: a checkpoint of another
+    run, or None. Replaces the record of an earlier start that ended before its first checkpoint.
+    """
+    rollbacks = Rollbacks()
+    if checkpoint is not None:
+        entries = read(checkpoint.path.resolve().parent).entries
+        past = (entry for entry in entries if entry.target_step <= checkpoint.step)
+        rollbacks = Rollbacks(tuple(past))
+    if rollbacks != read(run_dir):
+        _write(run_dir, rollbacks)
+    return rollbacks
+
+
 def candidates(
-    run_dir: Path, *, onset: int, history: History, data: str | None
+    run_dir: Path, *, onset: int, history: History, fingerprints: Mapping[str, str]
 ) -> list[CheckpointInfo]:
     """Return committed checkpoints well before `onset` that no earlier trouble affects, newest first.
 
-    Only checkpoints with the fingerprint `data` count. If the data has changed, the position in a
-    checkpoint refers to different samples.
+    Only checkpoints after which the steps train the same batches count.
     """
     latest = onset - STEPS_BEFORE_ONSET
     trouble = [
@@ -56,7 +80,7 @@ def candidates(
         for info in reversed(layout.committed(run_dir))
         if info.step <= latest
         and not any(first <= info.step <= last for first, last in trouble)
-        and info.manifest.fingerprints.get("data") == data
+        and has_same_batches(info, fingerprints)
     ]
 
 
@@ -85,11 +109,15 @@ def decide(
         discarded=[info.nonce for info in newer if info.nonce],
     )
     rollbacks = Rollbacks((*read(run_dir).entries, entry))
+    _write(run_dir, rollbacks)
+    complete(run_dir)
+    return rollbacks
+
+
+def _write(run_dir: Path, rollbacks: Rollbacks) -> None:
     content = {"rollbacks": [dataclasses.asdict(item) for item in rollbacks.entries]}
     text = json.dumps(content, indent=2) + "\n"
     fsio.atomic_write(run_dir / FILE, text.encode())
-    complete(run_dir)
-    return rollbacks
 
 
 def complete(run_dir: Path) -> None:

@@ -29,6 +29,7 @@ from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import CannotWriteError
 from trainer.runtime import distributed
 from trainer.runtime.distributed import World
+from trainer.runtime.json_lines import flat
 from trainer.runtime.progress import Position, Rollbacks
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def decide_start(
     run directory cannot be written.
     """
     last = selection.chosen
-    if last is not None and _is_complete(config, last, total_steps, world):
+    if last is not None and _is_complete(config, fingerprints, last, total_steps, world):
         _log(selection)
         _log_changes(last, fingerprints, config)
         return Start(last, is_complete=True, lock=None)
@@ -106,11 +107,17 @@ def _begin(
     checkpoint = _first_verified(selection.candidates, run_dir, world)
     if checkpoint is not None:
         _log_changes(checkpoint, fingerprints, config)
+    recall = partial(rollback.take_over, run_dir, checkpoint)
+    if checkpoint is not None and is_own(checkpoint, run_dir):
+        recall = partial(rollback.read, run_dir)
+    rollbacks = on_main(recall, run_dir, world)
+    if checkpoint is not None and not rollback.has_same_batches(checkpoint, fingerprints):
+        _require_no_skips(rollbacks, checkpoint)
     return Start(
         checkpoint,
         is_complete=False,
         lock=lock if world.is_main else None,
-        rollbacks=on_main(lambda: rollback.read(run_dir), run_dir, world),
+        rollbacks=rollbacks,
         fingerprints=fingerprints,
     )
 
@@ -124,17 +131,37 @@ def _log_changes(
         logger.warning("changed since %s: %s", checkpoint.path.name, change)
 
 
+def _require_no_skips(rollbacks: Rollbacks, checkpoint: CheckpointInfo) -> None:
+    """Raise `ConfigError` if steps after the checkpoint are skipped, because of other batches."""
+    if ahead := [step for step in rollbacks.skipped_steps if step > checkpoint.step]:
+        raise ConfigError(
+            f"a rollback skips the batches of steps {min(ahead)} to {max(ahead)}, but these steps "
+            f"now train other samples, because {' or '.join(rollback.BATCHES)} has changed.\n"
+            f"Fix: restore these values until step {max(ahead)} is saved, or start a new run with "
+            f"trainer.experiment_name=<new name>"
+        )
+
+
 def _is_complete(
-    config: TrainerConfig, last: CheckpointInfo, total_steps: int, world: World
+    config: TrainerConfig,
+    fingerprints: Mapping[str, str],
+    last: CheckpointInfo,
+    total_steps: int,
+    world: World,
 ) -> bool:
     """Return True if a run ended cleanly with the checkpoint `last`.
 
-    The step is checked first, because verifying the files takes long.
+    A run that ended early is complete only for the same patience and validation rows. Otherwise the
+    loop decides again. The step is checked first, because verifying the files takes long.
     """
     run_dir = Path(config.default_local_dir)
     end = on_main(lambda: finished.read(last.path), run_dir, world)
-    ended_early = end is not None and end.ended_early and last.step > 0
-    has_ended = ended_early or last.step >= total_steps
+    has_ended = last.step >= total_steps
+    if end is not None and end.ended_early:
+        saved = last.manifest.fingerprints
+        patience = flat(end.config).get("trainer.early_stop_patience")
+        is_same = saved.get("validation") == fingerprints.get("validation")
+        has_ended |= is_same and patience == config.early_stop_patience
     if not has_ended or verify(last, world):
         return False
     if not is_own(last, run_dir):

@@ -28,6 +28,7 @@ RECOMPUTE = "model.enable_gradient_checkpointing"
 DTYPES = ("float32", "bfloat16", "float16")
 RESUME_ALLOW = (
     "data",
+    "validation",
     "data.order",
     "train_batch_size",
     "seed",
@@ -382,12 +383,12 @@ class TrainerConfig:
         one_of("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = key(
-        None, "checkpoint (.../global_step_N) to continue from, with resume_mode=resume_path"
+        None, "checkpoint (.../global_step_N) of another run, for resume_mode=resume_path"
     )
     resume_allow: list[str] = key(
         [],
-        "changes to accept on resume: data, data.order, train_batch_size, seed, tokenizer, "
-        "model_config, other_parts",
+        "changes to accept on resume: data, validation, data.order, train_batch_size, seed, "
+        "tokenizer, model_config, other_parts",
         one_of(*RESUME_ALLOW),
     )
     max_time: str | None = key(

@@ -72,6 +72,7 @@ def _settle_debts(run: Run) -> int | None:
             return _stopped(run, step)
         # the best step may have changed
         run.checkpoints.settle(step, run.guard.history)
+    run.loop.has_stopped_early &= run.guard.is_out_of_patience
     if run.loop.has_stopped_early:
         logger.info("the run has already ended early, at step %d", step)
         return EXIT_DONE

@@ -50,16 +50,18 @@ class Guard(Remembered, Part):
         *,
         max_first_loss: float = inf,
         tell: Callable[..., None] | None = None,
+        validation: str = "",
     ) -> None:
         """`max_first_loss`: a pretrained model starts below this loss if its data has the right format.
 
-        `tell`: records an event, given its kind, step, message and level.
+        `tell`: records an event, given its kind, step, message and level. `validation`: the
+        fingerprint of the validation rows.
         """
         self._config = config.guard
         self._tell = tell or (lambda *event: None)
         self._detector = Detector(config.guard.rules, max_first_loss=max_first_loss)
         self._patience = config.early_stop_patience
-        self._overfit = ValidationWatch(patience=self._patience)
+        self._overfit = ValidationWatch(patience=self._patience, rows=validation)
         self._nonfinite_steps: deque[int] = deque(maxlen=max(NONFINITE_LIMITS)[0])
         self.rollbacks = Rollbacks()
         """All rollbacks of the run so far. Repeated trouble at the same place lowers the learning
@@ -130,7 +132,7 @@ class Guard(Remembered, Part):
                 f"{self._overfit.best_step}, while train/loss fell; the best checkpoint is kept"
             )
             self._tell("overfit", step, message, "warn")
-        if not self._overfit.is_exhausted:
+        if not self.is_out_of_patience:
             return False
         message = (
             f"val/loss has not improved in {self._patience} validations; best at step "
@@ -139,6 +141,11 @@ class Guard(Remembered, Part):
         self._tell("early_stop", step, message, "info")
         self.num_decisions += 1
         return True
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """True if none of the last `early_stop_patience` validations improved the loss."""
+        return self._overfit.is_exhausted
 
     @property
     def history(self) -> History:

@@ -1,8 +1,8 @@
 """Judge a run's validations, for overfitting and early stopping."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trainer.runtime.progress import Remembered
 from trainer.train.detection.window import curve_noise
@@ -57,15 +57,22 @@ class ValidationWatch(Remembered):
     """Remembers a run's validations, to find the best one, overfitting, and the time to stop early.
 
     `patience` validations in a row without a better loss end a run; None turns early stopping off.
+    `rows` is the fingerprint of the validation rows.
     """
 
-    KEPT: ClassVar = ("_val_losses", "_train_losses", "_best_step")
+    KEPT: ClassVar = ("_val_losses", "_train_losses", "_best_step", "_rows")
 
-    def __init__(self, *, patience: int | None = None) -> None:
+    def __init__(self, *, patience: int | None = None, rows: str = "") -> None:
         self._patience = patience
+        self._rows = rows
         self._val_losses: list[float] = []
         self._train_losses: list[float] = []
         self._best_step = -1
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the validations, unless they measured other rows: such losses do not compare."""
+        if state_dict.get("rows", self._rows) == self._rows:
+            super().load_state_dict(state_dict)
 
     @property
     def best_step(self) -> int | None:

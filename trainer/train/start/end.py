@@ -123,10 +123,13 @@ def _record_end(setup: RunSetup, step: int) -> None:
 
 def already_complete(setup: RunSetup, checkpoint: Path, step: int) -> str:
     """Return the message of a run that ended with the checkpoint of `step`."""
-    what = f"has all {setup.total_steps} steps"
+    what = f"has all {setup.total_steps} steps; nothing to do"
     if step < setup.total_steps:
-        what = f"ended the run early, at step {step}"
-    return f"already complete: {checkpoint} {what}; nothing to do"
+        what = (
+            f"ended the run early, at step {step}; nothing to do (a larger "
+            f"trainer.early_stop_patience continues the run)"
+        )
+    return f"already complete: {checkpoint} {what}"
 
 
 def write_final_report(run_dir: Path) -> None:

@@ -331,6 +331,7 @@ def _fingerprints(inputs: Inputs) -> dict[str, str]:
     fingerprints = describe_run(
         config.resolved,
         data=inputs.train.fingerprint,
+        validation=inputs.validation.fingerprint if inputs.validation else "none",
         train_batch_size=config.data.train_batch_size,
         seed=config.trainer.seed,
         tokenizer=inputs.tokenizer_digest[:16],

@@ -81,6 +81,7 @@ def make_guard(setup: RunSetup, tracking: Tracking | None) -> Guard:
         setup.config.trainer,
         max_first_loss=inf if setup.inputs.source.random_weights else MAX_FIRST_LOSS,
         tell=None if tracking is None else tracking.event,
+        validation=setup.start.fingerprints["validation"],
     )
     guard.rollbacks = setup.start.rollbacks
     return guard
