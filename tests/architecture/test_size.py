@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 180_500, "tests": 255_500}
+MAX_TOKENS = {"trainer": 181_100, "tests": 256_000}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,
