@@ -77,8 +77,8 @@ class Reader:
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
         files = {"chats.jsonl": text, "data/chats.jsonl": text}
         files |= {
-            "mine.yaml": "optim: {lr: 1.0e-5}\n",
-            "conf/experiment/mine.yaml": "optim: {lr: 1.0e-5}\n",
+            "mine.yaml": "trainer: {experiment_name: mine}\n",
+            "conf/experiment/mine.yaml": "trainer: {experiment_name: also_mine}\n",
         }
         files["tasks.jsonl"] = json.dumps({"prompt": "Write f.", "tests": "assert f"}) + "\n"
         for name, content in files.items():
@@ -92,7 +92,7 @@ class Reader:
         return [word for word in self.tiny if word.partition("=")[0] not in keys]
 
     def with_own_names(self, text: str) -> str:
-        for placeholder, name in MEANT.items():
+        for placeholder, name in (MEANT | {"s3://": f"file://{self.root}/"}).items():
             text = text.replace(placeholder, name)
         return text
 
@@ -126,7 +126,8 @@ class Reader:
         patch.setattr(launch, "supervise", self._on_forked_ranks)
         patch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
         rest = [str(min(2, int(word))) if word.isdecimal() else word for word in rest]
-        if self.num_runs and not any("experiment" in word for word in rest):  # of another page
+        names = ("experiment=", "trainer.experiment_name=")
+        if self.num_runs and not any(word.startswith(names) for word in rest):  # of another page
             rest.append(f"trainer.experiment_name=run_{self.num_runs}")
         self.num_runs += 1
         return launch.main(rest)
