@@ -17,7 +17,7 @@ from trainer.tools.report.formatting import counted, interval, listed, number
 from trainer.tools.report.result import Mover
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import began, has_risen, onset, shift
-from trainer.tools.report.statistics import finite, is_rising, slope
+from trainer.tools.report.statistics import finite, is_rising, rolling, slope
 from trainer.tools.report.vocabulary import meaning
 from trainer.tools.report.words import how_common, moved_along, story, why_recovered
 
@@ -40,8 +40,10 @@ _SILENT = re.compile(
 def left_reference(run: AnalysedRun, kl: Series) -> Findings:
     """Find a KL far above the healthy range. The finding starts at the step where the KL began to leave its trend."""
     # a healthy KL grows with the steps, so it shows early if a small one explodes
-    halfway = np.interp(kl.steps / 2, kl.steps, kl.values)
-    far = kl[kl.values > np.clip(EXPLOSION * halfway, KL_EXPLODED, KL_FAR)]
+    levels = np.median(rolling(np.pad(kl.values, 1, mode="edge"), 3, 1), axis=1)
+    halfway = np.interp(kl.steps / 2, kl.steps, levels)
+    has_exploded = levels > np.maximum(EXPLOSION * halfway, KL_EXPLODED)
+    far = kl[(kl.values > KL_FAR) | has_exploded]
     if not far:
         return
     met = list(run.moved("kl"))
