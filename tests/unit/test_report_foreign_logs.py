@@ -207,6 +207,13 @@ def test_failed_saves_are_read_from_the_console(tmp_path):
     assert serious(analyse(read_run(log)))["saves_failed"].steps == (120, 120)
 
 
+def test_metrics_of_saves_and_of_errors_are_no_failed_save(tmp_path):
+    log: Path = tmp_path / "console.log"
+    lines = [f"step:{n} - critic/error:0.1 - timing_s/save_checkpoint:30.5" for n in range(1, 9)]
+    log.write_text("\n".join(lines))
+    assert "checkpoint/failed_in_a_row" not in read_run(log).series
+
+
 def test_a_long_line_is_read_in_linear_time(tmp_path):
     log: Path = tmp_path / "console.log"
     log.write_text(("step 1 " + "save checkpoint " * 4000 + "\n") * 20 + "step 1: loss: 1, lr: 2\n")

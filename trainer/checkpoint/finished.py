@@ -39,7 +39,8 @@ def write(checkpoint: Path, finished: Finished) -> None:
 
 def read(checkpoint: Path) -> Finished | None:
     """Return the end of the run as recorded in a checkpoint; None if there is no
-    readable record."""
+    readable record.
+    """
     try:
         return Finished(**read_object(checkpoint / FILE_NAME))
     except TypeError:

@@ -98,7 +98,8 @@ def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def num_bytes(tree: Any) -> int:
     """Return the total size in bytes of the local tensors in nested containers. Shared memory counts
-    once."""
+    once.
+    """
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in local_tensors(tree)}
     return sum(sizes.values())
 

@@ -132,7 +132,7 @@ def _log_changes(
 
 
 def _require_no_skips(rollbacks: Rollbacks, checkpoint: CheckpointInfo) -> None:
-    """Raise `ConfigError` if steps after the checkpoint are skipped, because of other batches."""
+    """Raise `ConfigError` if steps after the checkpoint are skipped: they now train other batches."""
     if ahead := [step for step in rollbacks.skipped_steps if step > checkpoint.step]:
         raise ConfigError(
             f"a rollback skips the batches of steps {min(ahead)} to {max(ahead)}, but these steps "

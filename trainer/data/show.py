@@ -175,7 +175,7 @@ def share_in_train(validation: Samples, train: Samples) -> float:
 
 
 def _sizes(samples: Samples, ids: np.ndarray) -> np.ndarray:
-    """Return a number for the numbers of tokens and of supervised tokens of each sample."""
+    """Return one number for each sample, made of its numbers of tokens and of supervised tokens."""
     lengths, num_loss_tokens = samples.counts(ids)
     return (lengths << 32) + num_loss_tokens
 

@@ -231,7 +231,7 @@ def diverging(run: AnalysedRun, losses: Series) -> Findings:
     least = POLICY_RISE if run.profile == "grpo" else 0
     if not rise or rise.after - rise.before < least:
         return
-    if run.profile != "grpo" and _is_jump(losses, rise):
+    if run.profile != "grpo" and _begins_with(_jump(losses), losses, rise):
         return
     is_early = len(within(losses, 0, rise.at)) < NUM_EARLY
     back = "did not come back" if rise.is_lasting else f"came back after step {rise.steps[1]}"
@@ -403,7 +403,7 @@ def jumps(run: AnalysedRun, losses: Series) -> Findings:
     if jump is None:
         return
     rise = rise_of(losses)
-    if rise is not None and not _is_jump(losses, rise):
+    if rise is not None and not _begins_with(jump, losses, rise):
         raise NotJudged("the loss rose and diverged")
     at = int(losses.steps[jump.at])
     yield warn(
@@ -444,9 +444,8 @@ def _jump(losses: Series) -> _Jump | None:
     return _Jump(int(highest) + JUMP_WIDTH - 1, low, high)
 
 
-def _is_jump(losses: Series, rise: Move) -> bool:
-    """Return whether a rise that passed began with a jump."""
-    jump = _jump(losses)
+def _begins_with(jump: _Jump | None, losses: Series, rise: Move) -> bool:
+    """Return whether a rise that passed began with the jump."""
     if jump is None or rise.is_lasting:
         return False
     return abs(jump.at - int(np.searchsorted(losses.steps, rise.at))) <= JUMP_WIDTH

@@ -27,6 +27,7 @@ FAILED_SAVE = re.compile(
     r"(?=.*(save|saving|upload|write))(?=.*(checkpoint|ckpt)).*(failed|failure|error:|errno)",
     re.IGNORECASE,
 )
+"""Matches a line that says that a checkpoint was not saved."""
 FAILED_SAVES = "checkpoint/failed_in_a_row"
 VERL = re.compile(r"(?:^|[\s\r])step:\d+ - ")
 ROLL = re.compile(r"metrics_tag: (\{.*)")
@@ -37,30 +38,37 @@ DECORATION = re.compile(r"\x1b\[[\d;]*m|(?<=\d),(?=\d{3}\b)")
 
 
 def read_console(path: Path, store: Store) -> None:
-    """Read the lines that hold metrics and skip the others."""
+    """Read the lines that hold metrics or report a failed save, and skip the others."""
     last_step: object = 0
     with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         while line := file.readline(MAX_LINE_BYTES).decode(errors="replace"):
             if match := ROLL.search(line):
                 found = parsed(match[1])
                 row = found if isinstance(found, dict) else {}
-                store.add(row.get("step"), row.get("metrics"))
-                store.facts["source"] = "roll"
                 last_step = row.get("step")
+                store.add(last_step, row.get("metrics"))
+                store.facts["source"] = "roll"
             elif match := TOTAL.search(line):
                 store.facts["total_steps"] = int(match[1])
-            elif match := STEP.search(DECORATION.sub("", line)):
-                row = dict(METRIC.findall(match[2]))
-                step = row.pop("global_step", match[1])  # iterations of NeMo are those of an epoch
-                is_verl = VERL.search(line) is not None
-                num_metrics = sum(as_number(value) is not None for value in row.values())
-                if is_verl or num_metrics >= MIN_METRICS:
-                    store.add(step, row)
-                    last_step = step
-                if is_verl:
+            elif (step_row := _step_row(line)) is not None:
+                last_step, metrics = step_row
+                store.add(last_step, metrics)
+                if VERL.search(line):
                     store.facts |= {
                         "source": "verl",
                         "notes": ("the console prints only a few digits",),
                     }
-            if FAILED_SAVE.match(line):
+            elif FAILED_SAVE.match(line):
                 store.add(last_step, {FAILED_SAVES: 1})
+
+
+def _step_row(line: str) -> tuple[str, dict[str, str]] | None:
+    """Return the step and the metrics in a line; None if it does not hold metrics."""
+    match = STEP.search(DECORATION.sub("", line))
+    if match is None:
+        return None
+    row = dict(METRIC.findall(match[2]))
+    step = row.pop("global_step", match[1])  # iterations of NeMo are those of an epoch
+    num_metrics = sum(as_number(value) is not None for value in row.values())
+    is_row = num_metrics >= MIN_METRICS or VERL.search(line) is not None
+    return (step, row) if is_row else None
