@@ -5,16 +5,20 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_table import CHECKPOINTS, write_replica
 from family_runs import interrupted_run, save_tokenizer, words_of_run, write_samples
 from family_trials import save_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from toy import relative
 from transformers import AutoModelForCausalLM
 from whole_runs import train
 
+from trainer.checkpoint.offline_export import export_from_shards
+from trainer.tools.evaluate.prove import prove_serving
 from trainer.tracking import read_metrics
 
 DEVICE = os.environ.get("SFT_TEST_DEVICE", "cuda")
@@ -46,6 +50,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "model.enable_gradient_checkpointing=selective",
     ),
     "compiled LoRA": ("model.compile=true", "model.lora_rank=8"),
+    "LoRA on NF4": ("model.lora_rank=8", "model.load_in_4bit=true"),
+    "compiled LoRA on NF4": (
+        "model.compile=true",
+        "model.lora_rank=8",
+        "model.load_in_4bit=true",
+    ),
 }
 CUDA_ONLY = ("model.compile", "model.enable_gradient_checkpointing", "model.fsdp_config")
 """Settings that must not change a number, so the run on the CPU leaves them out."""
@@ -134,6 +144,61 @@ def test_the_export_of_a_card_loads_on_the_card_with_the_weights_of_the_run(tmp_
         assert torch.equal(parameter.cpu(), local), name
     ids = torch.arange(24, device=DEVICE)[None]
     assert loaded(input_ids=ids, labels=ids).loss.isfinite()
+
+
+def test_adapters_of_experts_train_on_a_card_and_merge(tmp_path):
+    """peft loads the adapter beside the merged model: both serve the same."""
+    base = tmp_path / "model"
+    save_model(base, "qwen3_moe", hidden_size=256, head_dim=64, moe_intermediate_size=64)
+    save_tokenizer(base)
+    write_samples(tmp_path / "samples.jsonl")
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    settings = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "o_proj"],
+        target_parameters=experts,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    adapter = tmp_path / "adapter"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(adapter)
+    words = (f"model.lora_adapter_path={adapter}",)
+    assert interrupted_run(tmp_path, base, *ON_CARD, *words, num_ranks=1) == []
+    single = ("model.fsdp_config.param_dtype=float32",)
+    on_card = run(tmp_path, "on_card", base, *ON_CARD, *single, *words)
+    on_cpu = run(tmp_path, "on_cpu", base, *ON_CPU, *words)
+    assert largest_difference(on_card, on_cpu, "train/loss") < 1e-5
+    assert largest_difference(on_card, on_cpu, "train/grad_norm") < 1e-4
+
+    checkpoint = tmp_path / "on_card" / "global_step_6"
+    export_from_shards(checkpoint, tmp_path / "merged", dtype="float32", lora="merged")
+    ids = torch.arange(24, device=DEVICE)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted: Any = PeftModel.from_pretrained(plain, checkpoint / "huggingface")
+    with torch.no_grad():
+        logits = merged.to(DEVICE)(input_ids=ids).logits
+        expected = adapted.to(DEVICE)(input_ids=ids).logits
+        changed = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
+        assert not torch.allclose(expected, changed(input_ids=ids).logits, atol=1e-2)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("words", [(), ("model.lora_rank=8",)], ids=["all", "LoRA"])
+def test_an_export_is_proven_on_the_card(tmp_path, model, words, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    write_samples(tmp_path / "samples.jsonl")
+    validated = (
+        f"data.val_files={tmp_path}/samples.jsonl",
+        "trainer.test_freq=2",
+        "trainer.checkpoint.export_dtype=bfloat16",
+    )
+    run(tmp_path, "run", model, *ON_CARD, *validated, *words)
+    checkpoint = tmp_path / "run" / "global_step_6"
+    found, _ = prove_serving(checkpoint, engine="transformers", python="")
+    assert found.is_equal, found
+    assert abs(found.served_loss - found.val_loss) <= found.tolerance < 0.01 * found.val_loss
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -20,6 +20,8 @@ from toy import ToySamples, build, build_toy_model, write_model_config
 from trainer.data.batch import PackedBatch
 from trainer.data.loader import pack
 from trainer.model.state_mixers import kernel_kinds
+from trainer.tools.plan.memory import plan_memory
+from trainer.train.start.compose import load_config
 
 SAMPLES = ToySamples()
 DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if length > 1][:6]
@@ -119,6 +121,15 @@ def step_with_kernels(
     """((loss, gradients) of one packed batch, classes that use kernels, log) with these functions in
     place of the packages' (convolution, delta rule). This process must not have built the model.
     """
+    install(kernels)
+    with heard() as lines:
+        model = build(world, source, **settings)
+    batch = pack(SAMPLES, DOCUMENTS).share(world.sequence_rank, world.sequence_size)
+    return passed(model, [batch]), kernel_kinds(model), lines
+
+
+def install(kernels: list[Any]) -> None:
+    """Put packages with these functions (convolution, delta rule) into this process."""
     names = ["causal_conv1d", "fla", "fla.ops", "fla.ops.gated_delta_rule"] if kernels else []
     modules: Any = {name: types.ModuleType(name) for name in names}
     if kernels:
@@ -130,10 +141,6 @@ def step_with_kernels(
             chunk_gated_delta_rule=mix, fused_recurrent_gated_delta_rule=mix
         )
     sys.modules.update(modules)
-    with heard() as lines:
-        model = build(world, source, **settings)
-    batch = pack(SAMPLES, DOCUMENTS).share(world.sequence_rank, world.sequence_size)
-    return passed(model, [batch]), kernel_kinds(model), lines
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -163,6 +170,26 @@ def test_kernels_that_fail_the_self_check_are_not_used(hybrid, kernels):
     assert any("kernels of Qwen3_5GatedDeltaNet fail the self-check" in line for line in lines)
     assert kinds == []
     assert found[0] == looped[0] and worst(found, looped) == 0
+
+
+def on_real_tensors_only(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a kernel cannot run on fake tensors")
+
+
+def planned_gib(_: Any, words: list[str], kernels: list[Any]) -> float:
+    install(kernels)
+    torch.distributed.destroy_process_group()
+    return plan_memory(load_config(words), 8).needed_gib
+
+
+def test_a_plan_needs_no_kernel(hybrid):
+    """Installed kernels do not run on the plan's fake tensors; it counts the references."""
+    words = [f"model.partial_pretrain={hybrid.path}", "data.max_length=64"]
+    kernels = [on_real_tensors_only] * 2
+    bare, installed = (
+        run_ranks(planned_gib, 1, words, functions)[0] for functions in ([], kernels)
+    )
+    assert installed == bare
 
 
 def test_ranks_that_share_documents_do_not_use_kernels(hybrid):

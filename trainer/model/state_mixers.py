@@ -15,6 +15,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -111,14 +112,41 @@ def _has_kernels(module: nn.Module) -> bool:
     """Return True if packages such as flash-linear-attention and causal-conv1d provide all functions
     with which this module mixes tokens.
 
-    transformers wraps these functions. Its references for them refuse document bounds.
+    The references in transformers for these functions refuse document bounds.
+    """
+    functions = _replaceable(module).values()
+    return bool(functions) and not any(map(_is_reference, functions))
+
+
+def _replaceable(module: nn.Module) -> dict[str, Callable[..., Any]]:
+    """Return {name: function} of the functions that this module calls and that transformers takes
+    from an installed package. It wraps its own references for them.
     """
     methods = filter(inspect.isfunction, vars(type(module)).values())
     names = {name for method in methods for name in inspect.unwrap(method).__code__.co_names}
     globals_ = vars(sys.modules[type(module).__module__])
-    functions = [globals_[name] for name in names & globals_.keys()]
-    wrapped = [function for function in functions if hasattr(function, "__wrapped__")]
-    return bool(wrapped) and not any(map(_is_reference, wrapped))
+    functions = {name: globals_[name] for name in names & globals_.keys()}
+    return {name: value for name, value in functions.items() if hasattr(value, "__wrapped__")}
+
+
+@contextmanager
+def without_packages(model: nn.Module) -> Iterator[None]:
+    """Let every module mix tokens with the references of transformers, whatever is installed.
+
+    The kernels of packages do not run on fake tensors.
+    """
+    replaced: dict[tuple[str, str], Callable[..., Any]] = {}
+    for module in model.modules():
+        if _takes_cache(module):
+            for name, function in _replaceable(module).items():
+                replaced[type(module).__module__, name] = function
+    try:
+        for (place, name), function in replaced.items():
+            setattr(sys.modules[place], name, inspect.unwrap(function))
+        yield
+    finally:
+        for (place, name), function in replaced.items():
+            setattr(sys.modules[place], name, function)
 
 
 def _is_reference(function: Callable[..., Any]) -> bool:

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from trainer.config import Config
 from trainer.data.batch import PackedBatch
-from trainer.model import assemble, attention, cpu_attention, load, parallelize
+from trainer.model import assemble, attention, cpu_attention, load, parallelize, state_mixers
 from trainer.model.assemble import Design
 from trainer.model.experts import Routers
 from trainer.model.layer_inputs import HostInputs
@@ -104,7 +104,10 @@ def measure(job: Job, num_layers: int) -> Measured:
                 AttentionInterface.register(attention.PACKED, attend)
                 fuse_norms(model)
             batch = full_batch(job.workload.seqlens).share(0, world.sequence_size)
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with (
+                FakeTensorMode(allow_non_fake_inputs=True),
+                state_mixers.without_packages(model),
+            ):
                 load.materialize(model, world.device, buffer_device=world.device)
                 routers = Routers(model, world.device)
                 optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
