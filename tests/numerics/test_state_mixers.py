@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import family_settings
 from family_trials import heard
 from ranks import each, run_ranks
 from test_parallelize import gathers_of_a_step, worst
 from toy import ToySamples, build, build_toy_model, write_model_config
+from transformers.activations import ACT2FN
 
 from trainer.data.batch import PackedBatch
 from trainer.data.loader import pack
@@ -97,11 +99,14 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
     """The kernel of causal-conv1d; its documents are those of `seq_idx`, int32 [1, T]."""
     lengths = [x.shape[2]] if seq_idx is None else seq_idx[0].bincount().tolist()
     assert seq_idx is None or seq_idx.dtype == torch.int32
-    parts = [
-        _reference("causal_conv1d_fn")(part, weight, bias, activation)
-        for part in x.split(lengths, dim=2)
-    ]
+    parts = [_causal_conv1d(part, weight, bias, activation) for part in x.split(lengths, dim=2)]
     return torch.cat(parts, dim=2)
+
+
+def _causal_conv1d(x, weight, bias, activation):
+    num_channels, kernel_size = weight.shape
+    out = F.conv1d(x, weight.unsqueeze(1), bias, padding=kernel_size - 1, groups=num_channels)
+    return ACT2FN[activation](out[..., : x.shape[2]]) if activation else out[..., : x.shape[2]]
 
 
 def refusing(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None):
@@ -110,8 +115,8 @@ def refusing(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqle
     return chunk_gated_delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel)
 
 
-def _reference(name: str) -> Any:
-    modeling = sys.modules["transformers.models.qwen3_5.modeling_qwen3_5"]
+def _reference(name: str, family: str = "qwen3_5") -> Any:
+    modeling = sys.modules[f"transformers.models.{family}.modeling_{family}"]
     return inspect.unwrap(getattr(modeling, name))
 
 
@@ -129,18 +134,29 @@ def step_with_kernels(
 
 
 def install(kernels: list[Any]) -> None:
-    """Put packages with these functions (convolution, delta rule) into this process."""
-    names = ["causal_conv1d", "fla", "fla.ops", "fla.ops.gated_delta_rule"] if kernels else []
-    modules: Any = {name: types.ModuleType(name) for name in names}
-    if kernels:
-        convolve, mix = kernels
-        vars(modules["causal_conv1d"]).update(
-            causal_conv1d_fn=convolve, causal_conv1d_update=convolve
-        )
-        vars(modules["fla.ops.gated_delta_rule"]).update(
-            chunk_gated_delta_rule=mix, fused_recurrent_gated_delta_rule=mix
-        )
-    sys.modules.update(modules)
+    """Put packages with these functions (convolution, delta rule, Mamba's two) into this process."""
+    if not kernels:
+        return
+    convolve, mix, *mamba = kernels
+    scan, fused = mamba or (mix, mix)
+    functions = {
+        "causal_conv1d": {"causal_conv1d_fn": convolve, "causal_conv1d_update": convolve},
+        "fla.ops.gated_delta_rule": {
+            "chunk_gated_delta_rule": mix,
+            "fused_recurrent_gated_delta_rule": mix,
+        },
+        "mamba_ssm.ops.triton.ssd_combined": {
+            "mamba_chunk_scan_combined": scan,
+            "mamba_split_conv1d_scan_combined": fused,
+        },
+        "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": scan},
+    }
+    for path, of_module in functions.items():
+        names = path.split(".")
+        for end in range(1, len(names) + 1):
+            name = ".".join(names[:end])
+            sys.modules.setdefault(name, types.ModuleType(name))
+        vars(sys.modules[path]).update(of_module)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -156,7 +172,7 @@ def test_kernels_with_document_bounds_equal_the_loop(hybrid, recomputes):
 
 
 def leaking_conv(x, weight, bias=None, seq_idx=None, activation=None):
-    return _reference("causal_conv1d_fn")(x, weight, bias, activation)
+    return _causal_conv1d(x, weight, bias, activation)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +184,52 @@ def test_kernels_that_fail_the_self_check_are_not_used(hybrid, kernels):
     looped, _, _ = run_ranks(step_with_kernels, 1, hybrid, {}, [])[0]
     found, kinds, lines = run_ranks(step_with_kernels, 1, hybrid, {}, kernels)[0]
     assert any("kernels of Qwen3_5GatedDeltaNet fail the self-check" in line for line in lines)
+    assert kinds == []
+    assert found[0] == looped[0] and worst(found, looped) == 0
+
+
+def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, seq_idx=None, **kwargs):
+    """The kernel of mamba-ssm by transformers' reference, document by document."""
+    reference = _reference("mamba2_chunk_scan", "bamba")
+    rows = [x, dt, B, C]
+    lengths = [x.shape[1]] if seq_idx is None else seq_idx[0].bincount().tolist()
+    parts = [
+        reference(x_part, dt_part, A, B_part, C_part, chunk_size, **kwargs)
+        for x_part, dt_part, B_part, C_part in zip(
+            *(row.split(lengths, dim=1) for row in rows), strict=True
+        )
+    ]
+    outputs = [part[0] if isinstance(part, tuple) else part for part in parts]
+    return torch.cat(outputs, dim=1)
+
+
+def other_dtype(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("expected mat1 and mat2 to have the same dtype")
+
+
+def other_values(projected: torch.Tensor, *_: Any, outproj_weight: torch.Tensor, **__: Any) -> Any:
+    return projected[..., : outproj_weight.shape[1]] @ outproj_weight.T
+
+
+@pytest.mark.parametrize("fused", [other_dtype, other_values])
+def test_the_self_check_runs_the_kernel_that_training_runs(tmp_path, fused):
+    """Mamba has a kernel for training alone. Where it fails, transformers' own code trains."""
+    source = write_model_config(tmp_path, "bamba", **family_settings("bamba"))
+    looped, _, _ = run_ranks(step_with_kernels, 1, source, {}, [])[0]
+    kernels = [causal_conv1d_fn, chunk_gated_delta_rule, mamba_chunk_scan_combined, fused]
+    found, kinds, lines = run_ranks(step_with_kernels, 1, source, {}, kernels)[0]
+    assert any("transformers' own code takes their place" in line for line in lines), lines
+    assert kinds == []
+    assert found[0] == looped[0] and worst(found, looped) == 0
+
+
+def needs_a_card(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("Expected x.is_cuda() to be true, but got false.")
+
+
+def test_a_cpu_run_does_not_use_the_kernels_of_a_gpu(hybrid):
+    looped, _, _ = run_ranks(step_with_kernels, 1, hybrid, {}, [])[0]
+    found, kinds, _ = run_ranks(step_with_kernels, 1, hybrid, {}, [needs_a_card] * 2)[0]
     assert kinds == []
     assert found[0] == looped[0] and worst(found, looped) == 0
 

@@ -94,7 +94,9 @@ def _require_splittable(design: Design, size: int) -> None:
 def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
     """Give the designed model its weights and run the self-check. Collective.
 
-    Raise `ConfigError` if its loss or gradient differs from that of transformers' own forward pass.
+    Where it fails, try again with less: without the kernels' document bounds, without the packages'
+    kernels, one document per forward pass. Raise `ConfigError` if loss or gradient still differs from
+    that of transformers' own forward pass.
     """
     config = design.config
     source = design.source
@@ -103,12 +105,20 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
         attention.choose_kernel()  # the self-check below tests it
     prepare(design.model, config, source, world=world, seed=seed)
     fault = _fault(design.model, config, world)
-    has_kernels = design.model.mixes_packed
+    package_kinds = state_mixers.package_kinds(design.model)
     may_unpack = config.attention == AUTO and world.sequence_size == 1 and design.reason is None
-    if fault is not None and (has_kernels or may_unpack):
-        if has_kernels:
-            kinds = ", ".join(state_mixers.kernel_kinds(design.model))
+    if fault is not None and (package_kinds or may_unpack):
+        kinds = ", ".join(package_kinds)
+        if design.model.mixes_packed:
             logger.warning("the installed kernels of %s fail the self-check: %s", kinds, fault)
+        elif package_kinds:
+            logger.warning(
+                "the installed kernels of %s fail the self-check, and transformers' own code takes "
+                "their place (slower): %s",
+                kinds,
+                fault,
+            )
+            state_mixers.use_references(design.model)
         else:
             logger.warning("packed documents fail the self-check: %s", fault)
             design.reason = "packed ones fail the self-check"
@@ -205,7 +215,8 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tup
         if "does not have a deterministic" in str(error):
             operation = str(error).split(", but you set")[0]
             return 0, f"trainer.deterministic=true is not possible with {name} here: {operation}"
-        if model.is_packed and _is_refusal(error, has_kernels=bool(model.mixes_packed)):
+        has_packages = bool(state_mixers.package_kinds(model))
+        if (model.is_packed or has_packages) and _is_refusal(error, has_packages=has_packages):
             return 0, f"{name}: {type(error).__name__}: {error}"
         # perhaps only this rank fails: its process ends, and the launcher ends the waiting ranks
         raise
@@ -236,7 +247,7 @@ def _gist(error: Exception) -> str:
     return next((line for line in lines if " error: " in line), lines[0])
 
 
-def _is_refusal(error: Exception, *, has_kernels: bool) -> bool:
+def _is_refusal(error: Exception, *, has_packages: bool) -> bool:
     """Return True if a kernel may have refused its arguments, so that a different attention may
     work. The kernels of packages raise errors of any type.
 
@@ -245,7 +256,7 @@ def _is_refusal(error: Exception, *, has_kernels: bool) -> bool:
     others = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
     is_compiler = type(error).__module__.startswith("torch._dynamo")
     return (
-        isinstance(error, Exception if has_kernels else RuntimeError | ValueError)
+        isinstance(error, Exception if has_packages else RuntimeError | ValueError)
         and not isinstance(error, others)
         and not is_compiler
     )

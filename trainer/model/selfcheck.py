@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer.data.batch import PackedBatch
+from trainer.model import state_mixers
 from trainer.model.experts import compute_without_exchange, experts_of
 from trainer.model.losses import Formula
 from trainer.model.packed_lm import run_plain, sequence_group
@@ -75,13 +76,15 @@ def compare(
     )
     with _forgotten(model):
         expected_loss, expected_gradients = _reference(model, documents, device, formula)
-        loss, gradients = _ours(model, documents, device)
+        with state_mixers.as_in_training(model):
+            loss, gradients = _ours(model, documents, device)
         error = abs(loss - expected_loss) / abs(expected_loss)
         *before, last = documents
         changed = torch.cat([last[:-1], (last[-1:] + 1) % vocabulary])
         if model.is_packed:
             forms = [[*before, last], [other, *before[1:], last], [*before, changed]]
-            leak, foresight = _influence(model, forms, device)
+            with state_mixers.as_in_training(model):
+                leak, foresight = _influence(model, forms, device)
             error = max(error, leak)
         else:
             (foresight,) = _influence(model, [[last], [changed]], device)

@@ -76,6 +76,15 @@ def kernel_kinds(model: nn.Module) -> list[str]:
     return _kinds(module for module in model.modules() if hasattr(module, _USES_KERNELS))
 
 
+def package_kinds(model: nn.Module) -> list[str]:
+    """Return the names of the classes with a function from an installed package."""
+    return _kinds(
+        module
+        for module in _mixers(model)
+        if not all(map(_is_reference, _replaceable(module).values()))
+    )
+
+
 def _kinds(modules: Iterable[nn.Module]) -> list[str]:
     return sorted({type(module).__name__ for module in modules})
 
@@ -118,6 +127,11 @@ def _has_kernels(module: nn.Module) -> bool:
     return bool(functions) and not any(map(_is_reference, functions))
 
 
+def _mixers(model: nn.Module) -> list[nn.Module]:
+    """Return linear attention, Mamba and short convolutions."""
+    return [module for module in _looped(model) if not _attends(module)]
+
+
 def _replaceable(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """Return {name: function} of the functions that this module calls and that transformers takes
     from an installed package. It wraps its own references for them.
@@ -129,26 +143,6 @@ def _replaceable(module: nn.Module) -> dict[str, Callable[..., Any]]:
     return {name: value for name, value in functions.items() if hasattr(value, "__wrapped__")}
 
 
-@contextmanager
-def without_packages(model: nn.Module) -> Iterator[None]:
-    """Let every module mix tokens with the references of transformers, whatever is installed.
-
-    The kernels of packages do not run on fake tensors.
-    """
-    replaced: dict[tuple[str, str], Callable[..., Any]] = {}
-    for module in model.modules():
-        if _takes_cache(module):
-            for name, function in _replaceable(module).items():
-                replaced[type(module).__module__, name] = function
-    try:
-        for (place, name), function in replaced.items():
-            setattr(sys.modules[place], name, inspect.unwrap(function))
-        yield
-    finally:
-        for (place, name), function in replaced.items():
-            setattr(sys.modules[place], name, function)
-
-
 def _is_reference(function: Callable[..., Any]) -> bool:
     try:
         function(seq_idx=True)
@@ -157,6 +151,63 @@ def _is_reference(function: Callable[..., Any]) -> bool:
     except Exception:  # a kernel lacks its other arguments
         pass
     return False
+
+
+def use_references(model: nn.Module) -> dict[tuple[str, str], Callable[..., Any]]:
+    """Let every module mix tokens with the references of transformers, whatever is installed.
+
+    This changes transformers' modules, so it holds for the process. Return {(module, name): the
+    function that was replaced}.
+    """
+    replaced = {
+        (type(module).__module__, name): function
+        for module in _mixers(model)
+        for name, function in _replaceable(module).items()
+    }
+    for (place, name), function in replaced.items():
+        setattr(sys.modules[place], name, _reference_of(function))
+    return replaced
+
+
+def _reference_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the reference that transformers wraps. As its wrapper does, leave out the arguments
+    that the reference does not name.
+    """
+    reference = inspect.unwrap(function)
+    names = inspect.signature(reference).parameters
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return reference(*args, **{name: kwargs[name] for name in kwargs.keys() & names.keys()})
+
+    return call
+
+
+@contextmanager
+def references(model: nn.Module) -> Iterator[None]:
+    """Use references, as `use_references` does, until the end of the block."""
+    replaced = use_references(model)
+    try:
+        yield
+    finally:
+        for (place, name), function in replaced.items():
+            setattr(sys.modules[place], name, function)
+
+
+@contextmanager
+def as_in_training(model: nn.Module) -> Iterator[None]:
+    """Let a model that is being evaluated mix tokens as it does in training.
+
+    Mamba has another kernel for training. Nothing in these modules is drawn at random.
+    """
+    mixers = [module for module in _mixers(model) if _replaceable(module)]
+    before = [module.training for module in mixers]
+    for module in mixers:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module, was_training in zip(mixers, before, strict=True):
+            module.training = was_training
 
 
 def _code(module: nn.Module) -> types.CodeType:

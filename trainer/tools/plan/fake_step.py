@@ -106,7 +106,7 @@ def measure(job: Job, num_layers: int) -> Measured:
             batch = full_batch(job.workload.seqlens).share(0, world.sequence_size)
             with (
                 FakeTensorMode(allow_non_fake_inputs=True),
-                state_mixers.without_packages(model),
+                state_mixers.references(model),
             ):
                 load.materialize(model, world.device, buffer_device=world.device)
                 routers = Routers(model, world.device)
