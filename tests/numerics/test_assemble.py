@@ -63,6 +63,9 @@ REFUSALS: dict[str, Exception] = {
 }
 OTHERS: dict[str, Exception] = {
     "memory": torch.OutOfMemoryError("CUDA out of memory"),
+    "memory of cuBLAS": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    ),
     "device": torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
     "peer": dist.DistBackendError("NCCL error"),
     "compiler": torch._inductor.exc.InductorError(RuntimeError("no C++ compiler"), None),

@@ -5,6 +5,7 @@ The order is: meta device, sharding, memory, weights, self-check.
 
 import gc
 import logging
+import re
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,8 @@ from trainer.runtime.distributed import World
 from trainer.runtime.log import labelled
 
 logger = logging.getLogger(__name__)
+_NO_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED")
+"""Errors of a full card that have no type of their own, such as those of cuBLAS."""
 
 
 @dataclass
@@ -258,5 +261,6 @@ def _is_refusal(error: Exception, *, has_packages: bool) -> bool:
     return (
         isinstance(error, Exception if has_packages else RuntimeError | ValueError)
         and not isinstance(error, others)
+        and not _NO_MEMORY.search(str(error))
         and not is_compiler
     )
