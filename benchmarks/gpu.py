@@ -14,6 +14,7 @@ TRL runs without packing, because it packs correctly only with the flash-attn pa
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -170,9 +171,9 @@ def our_command(
 
 def run_until(
     words: list[str], rows_file: Path, num_rows: int, *, timeout_s: float
-) -> list[dict[str, Any]]:
-    """Rows of training steps written by the time there are `num_rows`; the process group is
-    ended then.
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of the training steps, and the output. The processes are ended as soon as there
+    are `num_rows`, after `timeout_s`, and where this process is asked to end.
     """
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
@@ -181,22 +182,22 @@ def run_until(
         if rows_file.name == "metrics.jsonl"
         else rows_file.with_suffix(".log")
     )
+    rows: list[dict[str, Any]] = []
     with log.open("w") as output:
         process = subprocess.Popen(
             words, env=environment, stdout=output, stderr=output, start_new_session=True
         )
         deadline = time.monotonic() + timeout_s
-        rows: list[dict[str, Any]] = []
-        while len(rows) < num_rows and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-            rows = read_steps(rows_file) if rows_file.exists() else []
-        if process.poll() is None:
-            kill_tree(process.pid)
-            process.wait()
+        try:
+            while len(rows) < num_rows and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+                rows = read_steps(rows_file) if rows_file.exists() else []
+        finally:
+            if process.poll() is None:
+                kill_tree(process.pid)
+                process.wait()
     rows = read_steps(rows_file) if rows_file.exists() else []
-    if len(rows) < num_rows:
-        raise RuntimeError(f"{len(rows)} of {num_rows} steps:\n{log.read_text()[-3000:]}")
-    return rows[:num_rows]
+    return rows[:num_rows], log.read_text()
 
 
 def rate(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -265,21 +266,23 @@ def trl_command(
 def attempt(
     name: str, words: list[str], rows_file: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """One run; what fails (out of memory, say) is a result too."""
+    """Measure one run. A failure (out of memory, say) is a result too, with the rate of the steps
+    before it.
+    """
     started = time.time()
-    try:
-        rows = run_until(words, rows_file, arguments.steps, timeout_s=arguments.timeout_s)
-    except RuntimeError as error:
-        print(f"{name}: failed", flush=True)
-        return {"run": name, "error": str(error)[-1500:]}
-    found = {
-        "run": name,
-        "tokens_per_s": rate(rows),
-        "first_step_after_s": round(rows[0]["ts"] - started, 1),
-        "peak_gib": max(row.get("peak_gib", 0.0) for row in rows),
-        "losses": [round(row["loss"], 4) for row in rows],
-    }
-    print(f"{name}: {found['tokens_per_s']['median']:.0f} tokens/s", flush=True)
+    rows, output = run_until(words, rows_file, arguments.steps, timeout_s=arguments.timeout_s)
+    found: dict[str, Any] = {"run": name}
+    if len(rows) < arguments.steps:
+        found["error"] = f"{len(rows)} of {arguments.steps} steps:\n{output[-1500:]}"
+        print(f"{name}: {len(rows)} of {arguments.steps} steps", flush=True)
+    if len(rows) > SKIP:
+        found |= {
+            "tokens_per_s": rate(rows),
+            "first_step_after_s": round(rows[0]["ts"] - started, 1),
+            "peak_gib": max(row.get("peak_gib", 0.0) for row in rows),
+            "losses": [round(row["loss"], 4) for row in rows],
+        }
+        print(f"{name}: {found['tokens_per_s']['median']:.0f} tokens/s", flush=True)
     return found
 
 
@@ -303,6 +306,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    # a run that outlives this process would keep the card
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     ceiling = matmul_tflops(arguments.device)
     card = card_facts() if arguments.device == "cuda" else {"name": "cpu"}
     rows: list[dict[str, Any]] = []
@@ -316,7 +321,7 @@ def main() -> None:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    if "error" in row:
+    if "tokens_per_s" not in row:
         return [row["run"], "failed", "", ""]
     share = f"{row['share of the GEMM ceiling']:.0%}" if "share of the GEMM ceiling" in row else ""
     return [row["run"], f"{row['tokens_per_s']['median']:.0f}", share, f"{row['peak_gib']:.1f}"]
