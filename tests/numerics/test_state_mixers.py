@@ -21,7 +21,8 @@ from transformers.activations import ACT2FN
 
 from trainer.data.batch import PackedBatch
 from trainer.data.loader import pack
-from trainer.model.state_mixers import kernel_kinds
+from trainer.model import packed_lm
+from trainer.model.state_mixers import kernel_kinds, package_kinds
 from trainer.tools.plan.memory import plan_memory
 from trainer.train.start.compose import load_config
 
@@ -221,6 +222,13 @@ def test_the_self_check_runs_the_kernel_that_training_runs(tmp_path, fused):
     assert any("transformers' own code takes their place" in line for line in lines), lines
     assert kinds == []
     assert found[0] == looped[0] and worst(found, looped) == 0
+
+
+def test_a_family_without_functions_of_packages_has_none(tmp_path):
+    """RWKV calls functions of transformers that are wrapped for their cache."""
+    source = write_model_config(tmp_path, "rwkv", **family_settings("rwkv"))
+    model = packed_lm.build_on_meta(source, is_packed=True, uses_kernels=True)
+    assert (package_kinds(model), kernel_kinds(model)) == ([], [])
 
 
 def needs_a_card(*_: Any, **__: Any) -> Any:

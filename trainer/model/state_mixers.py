@@ -138,9 +138,14 @@ def _replaceable(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """
     methods = filter(inspect.isfunction, vars(type(module)).values())
     names = {name for method in methods for name in inspect.unwrap(method).__code__.co_names}
-    globals_ = vars(sys.modules[type(module).__module__])
+    place = type(module).__module__
+    globals_ = vars(sys.modules[place])
     functions = {name: globals_[name] for name in names & globals_.keys()}
-    return {name: value for name, value in functions.items() if hasattr(value, "__wrapped__")}
+    return {
+        name: function
+        for name, function in functions.items()
+        if hasattr(function, "__wrapped__") and inspect.unwrap(function).__module__ == place
+    }
 
 
 def _is_reference(function: Callable[..., Any]) -> bool:
