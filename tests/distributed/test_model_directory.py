@@ -18,8 +18,11 @@ from typing import Any
 import pytest
 from family_runs import prepare, save_tokenizer, words_of_run, write_samples
 from sweeps import some
+from transformers import AutoTokenizer
 from whole_models import write_whole_model
-from whole_runs import before_steps, train
+from whole_runs import before_steps, tiny_model, train
+
+from trainer.checkpoint.offline_export import export_from_shards
 
 KINDS = ("text", "several parts", "merged")
 MERGED = (
@@ -168,3 +171,23 @@ def test_files_that_change_while_the_run_starts_are_refused(tmp_path, change, na
     output = train(run_dir, 2, *words_of(tmp_path, "text"), code=2, before=before)
     assert re.search(f"'{model}' changed while this run read them: .*{name}", output), output
     assert not list(run_dir.glob("global_step_*"))
+
+
+def test_an_export_has_every_template_of_the_tokenizer(tmp_path):
+    """Rows with tools have a template of their own, in a directory beside the others' file."""
+    words = (*tiny_model(tmp_path), "trainer.total_training_steps=1")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    own = tokenizer.chat_template
+    tokenizer.chat_template = {"default": own, "tool_use": own + "{# with tools #}"}
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").exists()
+    train(tmp_path / "run", 1, *words)
+    checkpoint = tmp_path / "run" / "global_step_1"
+    export_from_shards(checkpoint, tmp_path / "afterwards", dtype="bfloat16")
+    for export in (checkpoint / "huggingface", tmp_path / "afterwards"):
+        assert AutoTokenizer.from_pretrained(export).chat_template == tokenizer.chat_template
+
+    (tmp_path / "other.jinja").write_text(own + "{# other #}")
+    train(tmp_path / "other", 1, *words, f"data.chat_template={tmp_path}/other.jinja")
+    export = tmp_path / "other" / "global_step_1" / "huggingface"
+    assert AutoTokenizer.from_pretrained(export).chat_template == own + "{# other #}"

@@ -31,7 +31,13 @@ from trainer.checkpoint.base_weights import (
 )
 from trainer.checkpoint.fsio import FileRecord, Share
 from trainer.checkpoint.model_card import FILE_NAME as CARD
-from trainer.checkpoint.model_files import CONFIG, GENERATION_CONFIG, TEMPLATES, ModelFiles
+from trainer.checkpoint.model_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    MORE_TEMPLATES,
+    TEMPLATES,
+    ModelFiles,
+)
 from trainer.checkpoint.shards import Shards, copied, shapes_of, write_tensors
 from trainer.config import ConfigError
 from trainer.model.adapter_names import (
@@ -343,6 +349,7 @@ def write_export(
             small_files[INDEX] = _index(plan)
         # Write these first: their source checkpoint may be deleted while the weights are written.
         for name, data in small_files.items():
+            fsio.make_dirs((target / name).parent)
             records.append(fsio.write_file(target / name, data, root=root))
         if plan.source.whole is not None:
             others = (tensor.whole() for tensor in plan.others.values())
@@ -401,7 +408,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _companions(plan: ExportPlan) -> dict[str, bytes]:
-    """Return the contents of every file except weights, by name.
+    """Return the contents of every file except weights, by path.
 
     These are config.json, generation_config.json, the tokenizer, the chat template, and the model's
     own code. An adapter export has no config.json: with that file, transformers would load the
@@ -409,8 +416,9 @@ def _companions(plan: ExportPlan) -> dict[str, bytes]:
     """
     source = plan.source
     files = dict(source.files.contents)
-    if source.chat_template is not None:  # replaces the tokenizer's own template
-        files = {name: data for name, data in files.items() if name not in TEMPLATES}
+    if source.chat_template is not None:  # replaces the tokenizer's own templates
+        own = {name for name in files if name in TEMPLATES or name.startswith(MORE_TEMPLATES)}
+        files = {name: data for name, data in files.items() if name not in own}
         files["chat_template.jinja"] = source.chat_template.encode()
         if (tokenizer := files.get("tokenizer_config.json")) is not None:
             config = json.loads(tokenizer) | {"chat_template": source.chat_template}

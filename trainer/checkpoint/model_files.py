@@ -15,8 +15,11 @@ from trainer.config import ConfigError
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
+MORE_TEMPLATES = "additional_chat_templates"
+"""The directory of a tokenizer's other templates, such as that of rows with tools."""
 _COMPANIONS = (
     *TEMPLATES,
+    f"{MORE_TEMPLATES}/*.jinja",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -47,7 +50,7 @@ def _found(directory: Path, patterns: tuple[str, ...]) -> set[Path]:
 class ModelFiles:
     """The small files of a model directory.
 
-    contents: name -> bytes of every file that an export needs, except weights; weights: name ->
+    contents: relative path -> bytes of every file that an export needs, except weights; weights: name ->
     size in bytes, `mtime` and `ctime` in ns of each weight file. A `ctime` cannot be set back.
     """
 
@@ -60,7 +63,7 @@ class ModelFiles:
         """Read the files in `directory`. Raises `ConfigError` for a file that cannot be read."""
         small = [*_found(directory, (CONFIG, GENERATION_CONFIG)), *companion_files(directory)]
         try:
-            contents = {path.name: path.read_bytes() for path in small}
+            contents = {path.relative_to(directory).as_posix(): path.read_bytes() for path in small}
             states = {path.name: path.stat() for path in _found(directory, _WEIGHTS)}
         except OSError as error:
             raise ConfigError(
