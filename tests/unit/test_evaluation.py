@@ -135,6 +135,14 @@ def test_rotation_spares_the_best_that_was_scored(tmp_path):
     assert [info.step for info in layout.committed(run_dir)] == [2, 4]
 
 
+@pytest.mark.parametrize(("best_step", "kept"), [(1, 2), (3, 2), (5, 4)])
+def test_rotation_spares_a_checkpoint_near_the_best_validation(tmp_path, best_step, kept):
+    """The last one up to it, or the first one after it."""
+    run_dir = run_with(tmp_path, 2, 4, 6)
+    history = History(best_step=best_step)
+    assert worth_keeping(run_dir, history, layout.committed(run_dir)) == {kept}
+
+
 def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(tmp_path):
     run_dir = run_with(tmp_path / "run", 10, 20)
     tracking = Tracking("sft", "exp", [], {}, run_dir=run_dir, total_steps=20)

@@ -100,17 +100,17 @@ def newest(steps: list[int], keep: int, pointed: int | None) -> list[int]:
 def worth_keeping(run_dir: Path, history: History, found: list[CheckpointInfo]) -> set[int]:
     """Return the steps of `found` (sorted by step) that rotation must not delete.
 
-    These are the newest checkpoint up to the best validation, the newest well before the last
-    trouble, and the best checkpoint of each evaluation.
+    These are the newest checkpoint up to the best validation (if there is none, the first after it),
+    the newest well before the last trouble, and the best checkpoint of each evaluation.
     """
-    limits = [] if history.best_step is None else [history.best_step]
+    steps = [info.step for info in found]
+    kept = set()
+    if history.best_step is not None:
+        until_best = [step for step in steps if step <= history.best_step]
+        kept.update(until_best[-1:] or steps[:1])
     if history.episodes:
         onset, _ = history.episodes[-1]
-        limits.append(onset - STEPS_BEFORE_ONSET)
-    kept = set()
-    for limit in limits:
-        until_limit = [info.step for info in found if info.step <= limit]
-        kept.update(until_limit[-1:])
+        kept.update([step for step in steps if step <= onset - STEPS_BEFORE_ONSET][-1:])
     for rows in read_summaries(run_dir).values():
         means = {
             info.step: row["mean"]

@@ -129,7 +129,7 @@ class Guard(Remembered, Part):
         if self._overfit.observe(step, val_loss=loss, train_loss=train_loss):
             message = (
                 f"val/loss {loss:.4f} is above its best, {self._overfit.best_loss:.4f} at step "
-                f"{self._overfit.best_step}, while train/loss fell; the best checkpoint is kept"
+                f"{self._overfit.best_step}, while train/loss fell; a checkpoint near that step is kept"
             )
             self._tell("overfit", step, message, "warn")
         if not self.is_out_of_patience:
