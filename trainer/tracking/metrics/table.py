@@ -370,8 +370,8 @@ TABLE = (
             "up",
             "Arithmetic that the model needs, per device: (6 N T + 6 M S + 6 L H d sum(len^2)) / "
             "train/time(s) with N matrix parameters for T tokens, M of the head for S supervised "
-            "ones; within a sliding window w len^2 is len^2 - (len - w)^2; recomputation not "
-            "counted.",
+            "ones, 4 instead of 6 for frozen ones; within a sliding window w len^2 is "
+            "len^2 - (len - w)^2; recomputation not counted.",
         ),
         (
             "throughput/train/mfu",
