@@ -192,8 +192,8 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | N
     logger.info(labelled("self-check", "loss and gradient against those of transformers"))
     if kinds := state_mixers.package_kinds(model):
         names = ", ".join(kinds)
-        text = f"the kernels of {names} are tuned at their first use, which may take minutes"
-        logger.info(labelled("", text))
+        note = f"the kernels of {names} are tuned at their first use, which may take minutes"
+        logger.info(labelled("", note))
     faults = distributed.gather(_own_fault(model, config, world))
     _, text = min(filter(None, faults), default=(0, None))
     return text
