@@ -162,6 +162,7 @@ class Sink:
         self._is_open = False
         self._call_name = ""
         self._deadline_s = 0.0
+        """The time at which the backend must have closed; 0 while the run trains."""
 
     def open(self) -> None:
         self._is_open = True
@@ -213,7 +214,8 @@ class Sink:
             return
         self.is_dropped = True
         logger.warning(
-            "tracker '%s' dropped: %s; training continues, metrics.jsonl has every row",
+            "tracker '%s' dropped: %s; %smetrics.jsonl does not depend on it",
             self.backend.name,
             cause,
+            "" if self._deadline_s else "training continues, and ",
         )
