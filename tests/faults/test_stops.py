@@ -5,6 +5,7 @@ one leaves.
 import importlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -160,6 +161,16 @@ def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete
     assert state_of(run_dir) == before
     assert steps_of_validations(run_dir) == [2, 4]
     assert [info.step for info in layout.committed(run_dir)] == [2, 4]
+
+
+def test_the_end_says_that_the_best_steps_checkpoint_is_gone(base, run_dir):
+    start = partial(train, run_dir, 2, *base, *EARLY)
+    start(code=75, before=partial(learn_nothing, stop_in=2))
+    shutil.rmtree(run_dir / "global_step_2")
+    output = start(before=learn_nothing)
+    assert "at step 2" in output and f"model       {run_dir}/global_step_4/huggingface" in output
+    assert f"{run_dir} has no global_step_2, so the model below is that of step 4. Fix: " in output
+    assert "set trainer.save_freq to the value of trainer.test_freq" in output
 
 
 def test_a_larger_patience_continues_a_run_that_ended_early(start, run_dir):

@@ -264,6 +264,20 @@ def test_a_backend_that_raises_is_dropped_with_one_warning(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("call", ["open", "log", "close"])
+def test_a_dropped_backend_proves_neither_rows_on_disk_nor_training(
+    tmp_path, monkeypatch, caplog, call
+):
+    """A full disk stops `metrics.jsonl` too, and a backend that is closed is closed at the end."""
+    install(monkeypatch, "broken", {call: boom}, is_inline=True)
+    tracking = track(tmp_path, "broken")
+    log_steps(tracking, range(1, 3))
+    tracking.finish(0)
+    (text,) = [found.getMessage() for found in caplog.records if "dropped" in found.getMessage()]
+    assert "every row" not in text and "metrics.jsonl does not depend on it" in text
+    assert ("training continues" in text) is (call != "close")
+
+
+@pytest.mark.parametrize("call", ["open", "log", "close"])
 def test_backends_that_hang_delay_neither_steps_nor_the_end(tmp_path, monkeypatch, caplog, call):
     release = threading.Event()
     names = [f"hung{number}" for number in range(4)]

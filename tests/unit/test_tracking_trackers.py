@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,13 @@ def trackio(run_dir: Path) -> Series:
     return series
 
 
+def forget_trackio_runs() -> None:
+    """Remove the project's runs from the database, as on a machine that never had them."""
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    for run in storage.get_run_records("project"):
+        storage.delete_run("project", run["name"], run["id"])
+
+
 READERS: dict[str, Callable[[Path], Series]] = {
     "tensorboard": tensorboard,
     "mlflow": mlflow,
@@ -211,6 +219,35 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path, backend):
         found = {"train/loss": [point for point in found["train/loss"] if point not in spoiled]}
         expected = {"train/loss": expected["train/loss"]}
     assert_same(found, expected)
+
+
+@by_tracker
+@pytest.mark.parametrize("is_moved", [True, False], ids=["restored", "resumed"])
+def test_a_run_restored_without_a_trackers_files_sends_every_step_again(
+    tmp_path, backend, is_moved, monkeypatch, caplog
+):
+    """A mirror restores `run.json` and `metrics.jsonl`, and no file of a tracker."""
+    caplog.set_level(logging.INFO, "trainer.tracking")
+    first = track(tmp_path / "run", backend)
+    log_steps(first, range(1, 7))
+    first.finish(75)
+    run_dir = tmp_path / "run"
+    if is_moved:
+        run_dir = tmp_path / "restored"
+        run_dir.mkdir()
+        for name in ("run.json", "metrics.jsonl"):
+            shutil.copy(tmp_path / "run" / name, run_dir)
+        if backend == "trackio":
+            forget_trackio_runs()
+    caplog.clear()
+    last = track(run_dir, backend)
+    log_steps(last, range(5, STEPS + 1))
+    last.finish(0)
+    assert_same(READERS[backend](run_dir), truth())
+    if backend in ("wandb", "trackio"):
+        ids = [run_file(path)["run_ids"][backend] for path in (tmp_path / "run", run_dir)]
+        assert ids[0] == ids[1]
+        assert ("this attempt sends every earlier step again" in caplog.text) is is_moved
 
 
 @pytest.mark.covers("S1.9 S3.14")

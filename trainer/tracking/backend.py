@@ -72,6 +72,8 @@ class ContinuedBackend(Backend):
     """
 
     _run_id: str
+    _is_empty = False
+    """True if `connect` finds no row in the run that it continues."""
     _sent_before: int
     """The last step that earlier attempts sent."""
     _newest: int
@@ -97,7 +99,15 @@ class ContinuedBackend(Backend):
     def open(self) -> None:
         run_id, sent = self.info.run_file.tracker(self.name)
         self._run_id = self.connect(run_id)
-        if self._run_id != run_id:
+        if self._is_empty and sent > NOTHING_SENT:
+            logger.warning(
+                "tracker '%s' has no row of its run %s, to which earlier attempts sent the steps up "
+                "to %d; this attempt sends every earlier step again",
+                self.name,
+                run_id,
+                sent,
+            )
+        if self._is_empty or self._run_id != run_id:
             sent = NOTHING_SENT
         resume_step = self.info.resume_step
         if self.take_back(min(sent, resume_step)):
@@ -152,6 +162,7 @@ class Sink:
         self._is_open = False
         self._call_name = ""
         self._deadline_s = 0.0
+        """The time at which the backend must have closed; 0 while the run trains."""
 
     def open(self) -> None:
         self._is_open = True
@@ -203,7 +214,8 @@ class Sink:
             return
         self.is_dropped = True
         logger.warning(
-            "tracker '%s' dropped: %s; training continues, metrics.jsonl has every row",
+            "tracker '%s' dropped: %s; %smetrics.jsonl does not depend on it",
             self.backend.name,
             cause,
+            "" if self._deadline_s else "training continues, and ",
         )

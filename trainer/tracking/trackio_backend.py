@@ -31,6 +31,11 @@ class TrackioBackend(ContinuedBackend):
         # huggingface_hub reads the environment only when it is imported, and transformers has
         # imported it already.
         huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
+        if run_id is not None:
+            # A mirror does not restore the database, which is outside the run directory.
+            storage = trackio.sqlite_storage.SQLiteStorage
+            last_step = storage.get_max_step_for_run(self.info.project_name, run_id=run_id)
+            self._is_empty = last_step is None
         # trackio.init would find a run by its name, which runs in other directories may share.
         self._run = trackio.Run(
             url=None,

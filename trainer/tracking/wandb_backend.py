@@ -54,6 +54,7 @@ class WandbBackend(ContinuedBackend):
 
         require_login()
         run_id = run_id or uuid.uuid4().hex[:12]
+        has_files = any((self.info.run_dir / "wandb").glob(f"*run-*-{run_id}"))
         # WANDB_NAME names the training run, not its evaluations
         name = None if "evaluation" in self.info.config else os.environ.get("WANDB_NAME")
         self._run = wandb.init(
@@ -73,6 +74,8 @@ class WandbBackend(ContinuedBackend):
                 finish_timeout=FINISH_TIMEOUT_S,
             ),
         )
+        # A mirror does not restore wandb's files, and an offline attempt cannot ask the server.
+        self._is_empty = not (has_files or self._run.step)
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
         if self._run.offline:

@@ -90,8 +90,17 @@ def _log_end(setup: RunSetup, run: Run) -> None:
     if best := run.guard.validation_scores():
         best_step = int(best["val/best_step"])
         text += f"; best val/loss {best['val/best_loss']:.4f} at step {best_step:,}"
-        if (setup.run_dir / step_dir_name(best_step)).is_dir():
+        name = step_dir_name(best_step)
+        if (setup.run_dir / name).is_dir():
             step = best_step
+        else:
+            fix = "in the next run, set trainer.save_freq to the value of trainer.test_freq"
+            if mirror := setup.config.trainer.checkpoint.mirror:
+                fix = f"copy {name} from the mirror {mirror}, if it is there"
+            text += (
+                f"\n  {setup.run_dir} has no {name}, so the model below is that of step {step:,}. "
+            )
+            text += f"Fix: {fix}"
     logger.info(labelled("done", text))
     export = setup.run_dir / step_dir_name(step) / HUGGINGFACE
     if not any(export.glob("*.safetensors")):
