@@ -6,6 +6,7 @@ A mirror has the layout of a run directory, so a copy of it is a run directory:
     latest_checkpointed_iteration.txt   the step of the run; a later checkpoint was rolled back
     global_step_N/…                     the files of the checkpoint
     global_step_N/run.tar.gz            logs and identity of the run at the time of the upload
+    global_step_N/run.newer.tar.gz      the same of a later time, if there were results since then
     global_step_N/manifest.json         written last; its presence commits the checkpoint
 """
 
@@ -22,6 +23,7 @@ from trainer.runtime.json_lines import parsed
 from trainer.tracking import run_info
 
 RUN_FILES = "run.tar.gz"
+NEWER_FILES = "run.newer.tar.gz"
 
 
 @dataclass(frozen=True)
