@@ -28,8 +28,9 @@ from trainer.errors import ResumableError
 from trainer.launch import mirroring
 from trainer.launch.ranks import NodeLayout
 from trainer.runtime.json_lines import read_object
-from trainer.tools.mirror import STATE
+from trainer.tools.mirror import STATE, restore
 from trainer.tools.mirror import __main__ as process
+from trainer.tools.mirror.upload import Uploader
 from trainer.tracking.events_file import read_events
 from trainer.train.start.compose import load_config
 
@@ -104,6 +105,24 @@ def test_the_mirror_of_another_run_is_refused_at_the_start_and_by_an_upload(run_
     with pytest.raises(ConfigError, match="'other'"):
         uploader(run_dir, storage).sync()
     assert storage.store == before
+
+
+@pytest.mark.parametrize("way", ["{0}", "{0}/../run", "link"])
+def test_a_run_directory_that_is_its_own_mirror_is_refused(way, run_dir, tmp_path, monkeypatch):
+    """The rotation of the mirror deleted the run's checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(run_dir)
+    save(run_dir, 2, 4, 6, 8)
+    before = sorted(run_dir.rglob("*"))
+    storage = Storage(f"file://{way.format(run_dir)}")
+    for act in (
+        lambda own: restore.prepare(own, storage),
+        lambda own: Uploader(own, storage).sync(),
+    ):
+        with pytest.raises(ConfigError, match="is the run directory"):
+            act(trainer_of(run_dir))
+    assert sorted(run_dir.rglob("*")) in (before, sorted([*before, run_dir / STATE]))
+    restore.prepare(trainer_of(run_dir), Storage(f"file://{tmp_path}/other"))
 
 
 def test_disable_refuses_a_mirror_with_checkpoints(run_dir, tmp_path):

@@ -13,6 +13,7 @@ A mirror has the layout of a run directory, so a copy of it is a run directory:
 import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.layout import POINTER
@@ -77,8 +78,15 @@ def look(storage: Storage) -> MirrorState:
 def claim(trainer: TrainerConfig, storage: Storage) -> None:
     """Write the run's name into a new mirror. This also proves that the mirror is writable.
 
-    Raises `ConfigError` if the mirror belongs to a different run, and `StorageError`.
+    Raises `ConfigError` if the mirror belongs to a different run or is the run directory, and
+    `StorageError`.
     """
+    run_dir = Path(trainer.default_local_dir)
+    if storage.is_at(run_dir):
+        raise ConfigError(
+            f"{KEY}={storage.url} is the run directory '{run_dir}': the mirror would delete the run's "
+            f"own checkpoints.\nFix: give a URL on other storage"
+        )
     found = parsed(storage.read(run_info.FILE_NAME) or b"{}")
     if not isinstance(found, dict):  # cut short
         found = {}
