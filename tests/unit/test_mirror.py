@@ -107,6 +107,63 @@ def test_the_mirror_of_another_run_is_refused_at_the_start_and_by_an_upload(run_
     assert storage.store == before
 
 
+def test_two_runs_with_equal_names_never_overwrite_each_others_mirror(run_dir, tmp_path):
+    """Both start before one has a checkpoint, or the second one trained without a mirror first."""
+    storage = FaultyStorage()
+    other = tmp_path / "other"
+    restored(run_dir, storage)
+    restored(other, storage)
+    save(run_dir, 2, 4)
+    uploader(run_dir, storage).sync()
+    other.mkdir()
+    commit(other, 6, nonce="other")
+    layout.publish(other, 6)
+    before = dict(storage.store)
+    for act in (lambda: restored(other, storage), uploader(other, storage).sync):
+        with pytest.raises(ConfigError, match="comes from another run of the same name"):
+            act()
+    assert storage.store == before
+    for path in (run_dir, tmp_path / "new"):
+        assert is_whole(restored(path, storage))
+    # the new machine saves and keeps nothing that the mirror holds
+    save(tmp_path / "new", 8, 10)
+    retention.rotate(tmp_path / "new", keep=1)
+    uploader(tmp_path / "new", storage).sync()
+    assert steps_in(storage) == [2, 4, 10]
+
+
+@pytest.mark.parametrize("loses", [["mirror"], ["directory"], ["mirror", "directory"]])
+def test_a_mirror_or_a_run_directory_of_an_older_version_has_no_id_and_gets_one(loses, run_dir):
+    storage = mirrored(run_dir, 2, 4)
+    claim = f"{URL}/run.json"
+    if "mirror" in loses:
+        storage._put(claim, b'{"project_name": "toy", "experiment_name": "toy"}\n')
+    if "directory" in loses:
+        (run_dir / STATE).unlink()
+    restored(run_dir, storage)
+    save(run_dir, 6)
+    uploader(run_dir, storage).sync()
+    assert json.loads(storage.cat_file(claim))["id"] == read_object(run_dir / STATE)["id"]
+    assert steps_in(storage) == [2, 4, 6]
+
+
+def test_a_mirror_that_vanishes_during_a_run_is_claimed_again(run_dir, tmp_path):
+    """Another run could take it over, since it had no run.json any more."""
+    storage = FaultyStorage()
+    own = uploader(run_dir, storage)
+    for step in (2, 4):
+        storage.store.clear()
+        save(run_dir, step)
+        own.sync()
+    assert f"{URL.removeprefix('memory:/')}/run.json" in storage.store
+    del storage.store[f"{URL.removeprefix('memory:/')}/run.json"]
+    for act in (restored, lambda path, storage: uploader(path, storage).sync()):
+        with pytest.raises(ConfigError, match=r"no run\.json that names the run.*\nFix.*write \{"):
+            act(tmp_path / "new", storage)
+    restored(run_dir, storage)
+    assert is_whole(restored(tmp_path / "new", storage))
+
+
 @pytest.mark.parametrize("way", ["{0}", "{0}/../run", "link"])
 def test_a_run_directory_that_is_its_own_mirror_is_refused(way, run_dir, tmp_path, monkeypatch):
     """The rotation of the mirror deleted the run's checkpoints."""

@@ -45,7 +45,7 @@ def test_no_fault_at_any_operation_loses_a_checkpoint_or_lets_a_wrong_one_be_tak
         assert trial.faults == []
 
 
-@pytest.mark.parametrize("at", range(6, 7 + len(content_of(2))))
+@pytest.mark.parametrize("at", range(10, 11 + len(content_of(2))))
 def test_a_file_that_was_cut_is_sent_again_before_the_manifest(at, run_dir):
     storage = FaultyStorage(at, "cut")
     save(run_dir, 2)
@@ -69,7 +69,7 @@ def is_in(storage: FaultyStorage, step: int) -> bool:
 
 
 def test_what_another_upload_left_is_removed_before_a_new_one(run_dir):
-    storage = FaultyStorage(10, "killed after")
+    storage = FaultyStorage(14, "killed after")
     save(run_dir, 2)
     with pytest.raises(Killed):
         uploader(run_dir, storage).sync()

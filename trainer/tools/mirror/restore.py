@@ -17,7 +17,7 @@ from trainer.checkpoint.storage import KEY, Storage, StorageError
 from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.runtime.text import readable
-from trainer.tools.mirror.contents import NEWER_FILES, RUN_FILES, MirrorState, claim, look
+from trainer.tools.mirror.contents import NEWER_FILES, RUN_FILES, MirrorState, claim, look, note
 from trainer.tools.mirror.upload import NUM_STREAMS, TRAVELS
 
 MIN_UNPACKED_BYTES = 2**26
@@ -43,12 +43,13 @@ def prepare(trainer: TrainerConfig, storage: Storage) -> None:
     """
     own_step = _own_step(trainer)
     try:
-        claim(trainer, storage)
+        run_id = claim(trainer, storage)
         held = look(storage)
     except StorageError as error:
         return unreachable(trainer, error)
     if own_step is None and (held.whole or held.incomplete):
         _restore(trainer, storage, held)
+        note(Path(trainer.default_local_dir), storage, id=run_id)
     elif own_step is None:
         choice.select(Path(trainer.default_local_dir))  # raises if its checkpoints are damaged
     elif held.candidates and held.candidates[0].step > own_step:

@@ -3,14 +3,13 @@
 An upload may stop at any point without harm; the next one starts over.
 """
 
-import json
 import math
 import os
 import tarfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,11 +21,11 @@ from trainer.checkpoint.reading import pinned
 from trainer.checkpoint.storage import Storage, StorageError
 from trainer.config import TrainerConfig
 from trainer.runtime import evaluations
-from trainer.runtime.files import atomic_write, regular_opener, try_lock
+from trainer.runtime.files import regular_opener, try_lock
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.progress import History
 from trainer.tools.mirror import STATE
-from trainer.tools.mirror.contents import NEWER_FILES, RUN_FILES, MirrorState, claim, look
+from trainer.tools.mirror.contents import NEWER_FILES, RUN_FILES, MirrorState, claim, look, note
 from trainer.tracking import events_file, metrics_file, row_losses, run_info
 from trainer.tracking.events_file import Event
 
@@ -68,7 +67,6 @@ class Uploader:
         self._storage = storage
         self._record = record
         self._run_dir = Path(trainer.default_local_dir)
-        self._is_claimed = False
         self._seen: object = None
         self._begun: Manifest | None = None
         self._sent: set[str] = set()
@@ -82,18 +80,16 @@ class Uploader:
         """Bring the mirror up to date.
 
         Raises `StorageError`, `OSError` for a fault in the run directory, or `ConfigError` if the
-        mirror belongs to a different run. A run checks the latter at its start, unless the storage
-        was unreachable then.
+        mirror belongs to a different run. That is checked each time: the mirror may have vanished,
+        and another run may have taken its place.
         """
         state = self._local_state()
         try:
-            if not self._is_claimed:
-                claim(self._trainer, self._storage)
-                self._is_claimed = True
+            claim(self._trainer, self._storage)
             with _alone(self._run_dir):
                 self._bring_up()
         except Exception as error:
-            self._note(failed=str(error))
+            note(self._run_dir, self._storage, failed=str(error))
             raise
         self._seen = state
 
@@ -154,7 +150,7 @@ class Uploader:
                 f"{self._storage.url} does not show step {pointer} yet, although it was written"
             )
         steps = self._rotate(held, pointer, discarded)
-        self._note(steps=steps, failed="", results=results)
+        note(self._run_dir, self._storage, steps=steps, failed="", results=results)
         if problem is not None:
             raise problem
 
@@ -239,13 +235,6 @@ class Uploader:
         """Return the steps that rotation keeps even if they are old."""
         history = History(_best_step(self._run_dir))
         return retention.worth_keeping(self._run_dir, history, found)
-
-    def _note(self, **changes: object) -> None:
-        """Record the result of an upload, for `checkpoint ls`."""
-        path = self._run_dir / STATE
-        state = {"steps": [], **read_object(path), "url": self._storage.url, **changes}
-        with suppress(OSError):
-            atomic_write(path, json.dumps(state))
 
 
 @contextmanager
