@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from mirror_faults import (
 )
 from mirror_faults import in_order as in_order  # fixtures
 from mirror_faults import run_dir as run_dir
+from processes import wait_until
 
 from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
@@ -157,11 +159,16 @@ def test_a_mirror_that_vanishes_during_a_run_is_claimed_again(run_dir, tmp_path)
         own.sync()
     assert f"{URL.removeprefix('memory:/')}/run.json" in storage.store
     del storage.store[f"{URL.removeprefix('memory:/')}/run.json"]
-    for act in (restored, lambda path, storage: uploader(path, storage).sync()):
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    commit(stranger, 6, nonce="other")
+    layout.publish(stranger, 6)
+    new = tmp_path / "new"
+    for act in (lambda: restored(new, storage), uploader(stranger, storage).sync):
         with pytest.raises(ConfigError, match=r"no run\.json that names the run.*\nFix.*write \{"):
-            act(tmp_path / "new", storage)
+            act()
     restored(run_dir, storage)
-    assert is_whole(restored(tmp_path / "new", storage))
+    assert is_whole(restored(new, storage))
 
 
 @pytest.mark.parametrize("way", ["{0}", "{0}/../run", "link"])
@@ -222,6 +229,26 @@ def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
     following.join()
     told = [(event["kind"], event["step"]) for event in read_events(run_dir / "events.jsonl")]
     assert told == [("start", 0), ("mirror_failed", 0), ("mirror", 2)]
+
+
+def test_a_run_directory_that_does_not_exist_yet_is_no_failure(tmp_path, caplog):
+    """Every first start warned, and uploaded nothing for a minute."""
+    storage = FaultyStorage()
+    ending = threading.Event()
+    new = tmp_path / "new"
+    following = threading.Thread(
+        target=process.follow, args=(trainer_of(new), Storage(URL, storage), ending)
+    )
+    following.start()
+    time.sleep(0.1)
+    new.mkdir()
+    save(new, 2)
+    try:
+        assert wait_until(lambda: steps_in(storage) == [2])
+    finally:
+        ending.set()
+        following.join()
+    assert "cannot update the mirror" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["silent", "absent"])

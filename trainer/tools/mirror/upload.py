@@ -77,13 +77,15 @@ class Uploader:
         return self._local_state() != self._seen
 
     def sync(self) -> None:
-        """Bring the mirror up to date.
+        """Bring the mirror up to date. Does nothing until the run directory has a pointer.
 
         Raises `StorageError`, `OSError` for a fault in the run directory, or `ConfigError` if the
         mirror belongs to a different run. That is checked each time: the mirror may have vanished,
         and another run may have taken its place.
         """
         state = self._local_state()
+        if layout.read_pointer(self._run_dir).step is None:
+            return  # rank 0 may not even have made the directory yet
         try:
             claim(self._trainer, self._storage)
             with _alone(self._run_dir):
