@@ -122,7 +122,7 @@ def test_two_runs_with_equal_names_never_overwrite_each_others_mirror(run_dir, t
     layout.publish(other, 6)
     before = dict(storage.store)
     for act in (lambda: restored(other, storage), uploader(other, storage).sync):
-        with pytest.raises(ConfigError, match="comes from another run of the same name"):
+        with pytest.raises(ConfigError, match="belongs to another run of the same name"):
             act()
     assert storage.store == before
     for path in (run_dir, tmp_path / "new"):

@@ -122,7 +122,7 @@ def claim(trainer: TrainerConfig, storage: Storage) -> str:
         held = look(storage)
         is_shared = any(manifest.nonce in nonces for manifest in held.whole.values())
         if (held.whole or held.incomplete) and not is_shared:
-            problem = "comes from another run of the same name"
+            problem = "belongs to another run of the same name"
             way_out = f"move '{run_dir}' away to continue the mirror's run"
             if not is_named:
                 problem = f"has no {run_info.FILE_NAME} that names the run"
