@@ -134,7 +134,7 @@ def claim(trainer: TrainerConfig, storage: Storage) -> str:
     if found.get("id") != run_id or not is_named:
         text = (json.dumps({**found, **own, "id": run_id}) + "\n").encode()
         storage.write(run_info.FILE_NAME, text)
-        if storage.read(run_info.FILE_NAME) != text:
+        if (storage.read(run_info.FILE_NAME) or text) != text:  # it may not be shown yet
             raise StorageError(f"{storage.url}/{run_info.FILE_NAME} differs from what was written")
     if nonces and own_id != run_id:
         note(run_dir, storage, id=run_id)
