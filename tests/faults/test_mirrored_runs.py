@@ -167,6 +167,7 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     said = capfd.readouterr()
     assert ("lacks the last checkpoints" in said.err) is (way != "all is up")
+    assert "continue the run" not in said.err  # a finished run would only say that it is complete
     assert set(psutil.Process().children()) <= processes
 
 

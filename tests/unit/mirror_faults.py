@@ -257,6 +257,7 @@ class Trial:
         self._steps: dict[str, int] = {}
         self._up = 0
         self._undone = set[str]()
+        self._num_rollbacks = 0
         self.faults: list[str] = []
 
     def _drawn_storage(self) -> Any:
@@ -295,7 +296,9 @@ class Trial:
             try:
                 own.sync()
                 self._up = step
-                for entry in rollback.read(self._run_dir).entries:
+                entries = rollback.read(self._run_dir).entries
+                self._num_rollbacks = len(entries)
+                for entry in entries:
                     self._undone |= set(entry.discarded)
                 self._lose_for_trial()
                 return own
@@ -347,6 +350,8 @@ class Trial:
             found = {name: (path / name).read_bytes() for name in self._saved[nonce]}
             if found != self._saved[nonce] or not (run_dir / "metrics.jsonl").exists():
                 self._tell(f"{path} is not whole")
+            if len(rollback.read(run_dir).entries) < self._num_rollbacks:
+                self._tell(f"{path} lacks a rollback")
             chosen = choice.select(run_dir).chosen
             if chosen is None or chosen.path != path:
                 self._tell(f"{path} is there, the run goes on from {chosen}")

@@ -2,6 +2,7 @@
 have to look.
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from checkpoint_fakes import save
 
 from trainer.checkpoint import finished
 from trainer.checkpoint.layout import POINTER
+from trainer.launch import mirroring
+from trainer.tools.mirror import STATE
 from trainer.train.start.compose import load_config
 from trainer.train.start.preflight import already_complete, file_states, find_files
 
@@ -79,3 +82,21 @@ def test_the_launcher_answers_without_ranks_and_without_libraries(words, tmp_pat
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["all done", "0", "99"]
     assert "start       2 ranks on CPU" in done.stderr, "the longer run starts its ranks"
+    assert "lacks the last checkpoints" in done.stderr  # .mirror.json names none
+
+
+@pytest.mark.parametrize("steps", [[2], [2, 4], None])
+def test_a_finished_run_says_again_that_its_mirror_lacks_the_last_checkpoint(
+    steps, words, tmp_path, capsys
+):
+    """The advice was to continue the run, which answered only that it is complete."""
+    (tmp_path / "run" / STATE).write_text(json.dumps({"steps": steps}))
+    mirroring.warn_if_behind(load_config(words))
+    said = capsys.readouterr().err
+    if steps == [2, 4]:
+        assert said == ""
+    else:
+        assert "hf://buckets/org/model lacks the last checkpoints" in said
+        assert f"mirror {tmp_path}/run`" in said and "continue" not in said
+    mirroring.warn_if_behind(load_config([*words, "trainer.checkpoint.mirror=null"]))
+    assert capsys.readouterr().err == ""

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from mirror_faults import (
 )
 from mirror_faults import in_order as in_order  # fixtures
 from mirror_faults import run_dir as run_dir
+from processes import wait_until
 
 from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
@@ -28,8 +30,9 @@ from trainer.errors import ResumableError
 from trainer.launch import mirroring
 from trainer.launch.ranks import NodeLayout
 from trainer.runtime.json_lines import read_object
-from trainer.tools.mirror import STATE
+from trainer.tools.mirror import STATE, restore
 from trainer.tools.mirror import __main__ as process
+from trainer.tools.mirror.upload import Uploader
 from trainer.tracking.events_file import read_events
 from trainer.train.start.compose import load_config
 
@@ -106,6 +109,86 @@ def test_the_mirror_of_another_run_is_refused_at_the_start_and_by_an_upload(run_
     assert storage.store == before
 
 
+def test_two_runs_with_equal_names_never_overwrite_each_others_mirror(run_dir, tmp_path):
+    """Both start before one has a checkpoint, or the second one trained without a mirror first."""
+    storage = FaultyStorage()
+    other = tmp_path / "other"
+    restored(run_dir, storage)
+    restored(other, storage)
+    save(run_dir, 2, 4)
+    uploader(run_dir, storage).sync()
+    other.mkdir()
+    commit(other, 6, nonce="other")
+    layout.publish(other, 6)
+    before = dict(storage.store)
+    for act in (lambda: restored(other, storage), uploader(other, storage).sync):
+        with pytest.raises(ConfigError, match="belongs to another run of the same name"):
+            act()
+    assert storage.store == before
+    for path in (run_dir, tmp_path / "new"):
+        assert is_whole(restored(path, storage))
+    # the new machine saves and keeps nothing that the mirror holds
+    save(tmp_path / "new", 8, 10)
+    retention.rotate(tmp_path / "new", keep=1)
+    uploader(tmp_path / "new", storage).sync()
+    assert steps_in(storage) == [2, 4, 10]
+
+
+@pytest.mark.parametrize("loses", [["mirror"], ["directory"], ["mirror", "directory"]])
+def test_a_mirror_or_a_run_directory_of_an_older_version_has_no_id_and_gets_one(loses, run_dir):
+    storage = mirrored(run_dir, 2, 4)
+    claim = f"{URL}/run.json"
+    if "mirror" in loses:
+        storage._put(claim, b'{"project_name": "toy", "experiment_name": "toy"}\n')
+    if "directory" in loses:
+        (run_dir / STATE).unlink()
+    restored(run_dir, storage)
+    save(run_dir, 6)
+    uploader(run_dir, storage).sync()
+    assert json.loads(storage.cat_file(claim))["id"] == read_object(run_dir / STATE)["id"]
+    assert steps_in(storage) == [2, 4, 6]
+
+
+def test_a_mirror_that_vanishes_during_a_run_is_claimed_again(run_dir, tmp_path):
+    """Another run could take it over, since it had no run.json any more."""
+    storage = FaultyStorage()
+    own = uploader(run_dir, storage)
+    for step in (2, 4):
+        storage.store.clear()
+        save(run_dir, step)
+        own.sync()
+    assert f"{URL.removeprefix('memory:/')}/run.json" in storage.store
+    del storage.store[f"{URL.removeprefix('memory:/')}/run.json"]
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    commit(stranger, 6, nonce="other")
+    layout.publish(stranger, 6)
+    new = tmp_path / "new"
+    for act in (lambda: restored(new, storage), uploader(stranger, storage).sync):
+        with pytest.raises(ConfigError, match=r"no run\.json that names the run.*\nFix.*write \{"):
+            act()
+    restored(run_dir, storage)
+    assert is_whole(restored(new, storage))
+
+
+@pytest.mark.parametrize("way", ["{0}", "{0}/../run", "link"])
+def test_a_run_directory_that_is_its_own_mirror_is_refused(way, run_dir, tmp_path, monkeypatch):
+    """The rotation of the mirror deleted the run's checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(run_dir)
+    save(run_dir, 2, 4, 6, 8)
+    before = sorted(run_dir.rglob("*"))
+    storage = Storage(f"file://{way.format(run_dir)}")
+    for act in (
+        lambda own: restore.prepare(own, storage),
+        lambda own: Uploader(own, storage).sync(),
+    ):
+        with pytest.raises(ConfigError, match="is the run directory"):
+            act(trainer_of(run_dir))
+    assert sorted(run_dir.rglob("*")) in (before, sorted([*before, run_dir / STATE]))
+    restore.prepare(trainer_of(run_dir), Storage(f"file://{tmp_path}/other"))
+
+
 def test_disable_refuses_a_mirror_with_checkpoints(run_dir, tmp_path):
     with pytest.raises(ConfigError, match="holds checkpoints up to step 2; they are not"):
         restored(tmp_path / "new", mirrored(run_dir, 2), resume_mode="disable")
@@ -146,6 +229,26 @@ def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
     following.join()
     told = [(event["kind"], event["step"]) for event in read_events(run_dir / "events.jsonl")]
     assert told == [("start", 0), ("mirror_failed", 0), ("mirror", 2)]
+
+
+def test_a_run_directory_that_does_not_exist_yet_is_no_failure(tmp_path, caplog):
+    """Every first start warned, and uploaded nothing for a minute."""
+    storage = FaultyStorage()
+    ending = threading.Event()
+    new = tmp_path / "new"
+    following = threading.Thread(
+        target=process.follow, args=(trainer_of(new), Storage(URL, storage), ending)
+    )
+    following.start()
+    time.sleep(0.1)
+    new.mkdir()
+    save(new, 2)
+    try:
+        assert wait_until(lambda: steps_in(storage) == [2])
+    finally:
+        ending.set()
+        following.join()
+    assert "cannot update the mirror" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["silent", "absent"])

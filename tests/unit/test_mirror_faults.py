@@ -5,6 +5,7 @@ import io
 import logging
 import tarfile
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from checkpoint_fakes import commit, content_of, expected_files, is_whole, save
@@ -25,10 +26,11 @@ from mirror_faults import in_order as in_order  # fixtures
 from mirror_faults import run_dir as run_dir
 from sweeps import some
 
-from trainer.checkpoint import fsio, layout
+from trainer.checkpoint import fsio, layout, rollback
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.storage import StorageError
 from trainer.errors import CannotWriteError, ResumableError
+from trainer.runtime.evaluations import read_summaries
 from trainer.tools.mirror.contents import RUN_FILES
 
 
@@ -43,7 +45,7 @@ def test_no_fault_at_any_operation_loses_a_checkpoint_or_lets_a_wrong_one_be_tak
         assert trial.faults == []
 
 
-@pytest.mark.parametrize("at", range(6, 7 + len(content_of(2))))
+@pytest.mark.parametrize("at", range(10, 11 + len(content_of(2))))
 def test_a_file_that_was_cut_is_sent_again_before_the_manifest(at, run_dir):
     storage = FaultyStorage(at, "cut")
     save(run_dir, 2)
@@ -67,7 +69,7 @@ def is_in(storage: FaultyStorage, step: int) -> bool:
 
 
 def test_what_another_upload_left_is_removed_before_a_new_one(run_dir):
-    storage = FaultyStorage(10, "killed after")
+    storage = FaultyStorage(14, "killed after")
     save(run_dir, 2)
     with pytest.raises(Killed):
         uploader(run_dir, storage).sync()
@@ -97,6 +99,83 @@ def test_what_a_rollback_discarded_stays_until_its_target_is_up(run_dir, tmp_pat
     assert restored(tmp_path / "new", storage)
     own.sync()
     assert steps_in(storage) == [4]
+
+
+EVALUATED = '{"kind":"summary","name":"eval/acc","step":6,"mean":0.61}\n'
+
+
+def has_all_results(path: Path) -> bool:
+    return (
+        [entry.target_step for entry in rollback.read(path).entries] == [6]
+        and read_summaries(path).keys() == {"eval/acc"}
+        and (path / "proofs" / "step_6.json").exists()
+    )
+
+
+@pytest.mark.parametrize("kind", ["", "killed within", "killed after", "cut"])
+def test_results_of_a_checkpoint_that_is_already_up_are_restored(kind, run_dir, tmp_path):
+    """A run that was rolled back and lost its machine trained the skipped batches after all. At
+    every operation, whoever takes the target of the rollback takes the rollback, too.
+    """
+    storage = mirrored(run_dir, 4, 6, 8)
+    roll_back(run_dir, 6)
+    (run_dir / "evaluations.jsonl").write_text(EVALUATED)
+    (run_dir / "proofs").mkdir()
+    (run_dir / "proofs" / "step_6.json").write_text("{}")
+    own = uploader(run_dir, storage)
+    for at in range(1, 20 if kind else 2):
+        storage.faults = {storage.count + at: kind}
+        with suppress(StorageError, Killed):
+            own.sync()
+        if storage.revive():
+            own = uploader(run_dir, storage)
+        with storage.undisturbed():
+            taken = restored(tmp_path / f"{at}", storage)
+        assert (tmp_path / f"{at}" / "metrics.jsonl").exists(), at
+        assert taken.name == "global_step_8" or has_all_results(tmp_path / f"{at}"), at
+    storage.faults = {}
+    own.sync()
+    assert restored(tmp_path / "new", storage).name == "global_step_6"
+    assert has_all_results(tmp_path / "new")
+    num_done = storage.count
+    for path in (run_dir, tmp_path / "new"):
+        uploader(path, storage).sync()
+    assert not own.is_behind and storage.count > num_done
+    (run_dir / "evaluations.jsonl").write_text(EVALUATED.replace("0.61", "0.62"))
+    assert own.is_behind
+
+
+def test_a_mirror_waits_for_the_end_of_a_rollback(run_dir, tmp_path, monkeypatch):
+    """It lost the checkpoint that the pointer still named, and kept older logs without a rollback."""
+    storage = mirrored(run_dir, 4, 6, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(rollback, "complete", lambda run_dir: None)
+        roll_back(run_dir, 6)
+    before = dict(storage.store)
+    own = uploader(run_dir, storage)
+    own.sync()
+    assert storage.store == before
+    rollback.complete(run_dir)
+    assert own.is_behind
+    own.sync()
+    assert restored(tmp_path / "new", storage).name == "global_step_6"
+    assert rollback.read(tmp_path / "new").entries
+
+
+def test_a_run_that_saves_anew_before_its_rollback_is_up_loses_no_rollback(run_dir, tmp_path):
+    storage = mirrored(run_dir, 4, 6, 8)
+    roll_back(run_dir, 6)
+    commit(run_dir, 8, nonce="anew")
+    layout.publish(run_dir, 8)
+    for at in range(1, 20):
+        storage.faults = {storage.count + at: "killed before"}
+        with suppress(Killed):
+            uploader(run_dir, storage).sync()
+        storage.revive()
+        with storage.undisturbed():
+            taken = restored(tmp_path / f"{at}", storage)
+        is_undone = (taken / "data.pt").read_bytes() == b"data 8"
+        assert is_undone or rollback.read(tmp_path / f"{at}").entries, at
 
 
 def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path):

@@ -83,6 +83,11 @@ class Storage:
             found, self._root = fsspec.url_to_fs(self.url, **options)
             self._fs = file_system or found
 
+    def is_at(self, path: Path) -> bool:
+        """Return True if the files are in the directory `path` of this machine."""
+        is_local = isinstance(self._fs, LocalFileSystem)
+        return is_local and Path(self._root).resolve() == path.resolve()
+
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of every file by name. Nothing is cached."""
         with self._translated("list"):

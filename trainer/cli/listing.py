@@ -128,7 +128,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "leftovers": leftovers,
         "resume_step": resume_step,
         "notes": selection.notes,
-        "mirror": read_object(run_dir / STATE),
+        "mirror": mirror_of(run_dir),
     }
 
 
@@ -155,6 +155,11 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
         yield f"  {left['name']}  {readable(left['size_bytes'])}"
     for note in run["notes"]:
         yield from (f"  {line}" for line in note.splitlines())
+
+
+def mirror_of(run_dir: Path) -> dict[str, Any]:
+    """Return what the run knows of its mirror; {} without one."""
+    return read_object(run_dir / STATE)
 
 
 def mirror_line(mirror: dict[str, Any]) -> str:

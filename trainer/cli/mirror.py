@@ -11,8 +11,6 @@ from trainer.cli.arguments import Parser, as_command
 from trainer.config import ConfigError, parse_recorded
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 from trainer.runtime.heartbeat import is_live
-from trainer.runtime.json_lines import read_object
-from trainer.tools.mirror import STATE
 from trainer.tracking.run_info import read_config
 
 
@@ -44,5 +42,5 @@ def main(argv: list[str]) -> int:
         Uploader(trainer, storage).sync()
     except StorageError as error:
         raise OSError(str(error)) from error
-    print(listing.printable(listing.mirror_line(read_object(run_dir / STATE)).strip()))
+    print(listing.printable(listing.mirror_line(listing.mirror_of(run_dir)).strip()))
     return EXIT_DONE

@@ -24,7 +24,7 @@ from trainer.errors import (
     DataError,
 )
 from trainer.launch.aborts import exit_code_after_abort
-from trainer.launch.mirroring import mirrored
+from trainer.launch.mirroring import mirrored, warn_if_behind
 from trainer.launch.ranks import (
     NodeLayout,
     choose_num_ranks,
@@ -78,6 +78,7 @@ def _launch(argv: list[str]) -> int:
     num_ranks = choose_num_ranks(asked, num_gpus=num_gpus)
     if layout.num_nodes == 1 and (message := already_complete(config)):
         print(message)
+        warn_if_behind(config)
         return EXIT_DONE
     with mirrored(config, layout) as code:
         if code is None:

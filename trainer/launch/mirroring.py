@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainer.checkpoint.layout import SAVE_TIMEOUT_S, STAGING_PREFIX
+from trainer.checkpoint.layout import SAVE_TIMEOUT_S, STAGING_PREFIX, read_pointer
+from trainer.cli.listing import mirror_of
 from trainer.config import Config
 from trainer.errors import EXIT_CRASH, EXIT_RESUMABLE
 from trainer.launch.ranks import NodeLayout
@@ -49,13 +50,26 @@ def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
     try:
         yield None
         if not uploads.end():
-            command = call(f"mirror {config.trainer.default_local_dir}")
-            _say(
-                f"WARNING: {url} lacks the last checkpoints.\n"
-                f"Fix: run `{command}`, or continue the run"
-            )
+            _warn_that_it_lags(config)
     finally:
         uploads.kill()
+
+
+def warn_if_behind(config: Config) -> None:
+    """Warn if the last upload of a finished run failed. Does not ask the storage."""
+    run_dir = Path(config.trainer.default_local_dir)
+    steps = mirror_of(run_dir).get("steps")
+    has_last = isinstance(steps, list) and read_pointer(run_dir).step in steps
+    if config.trainer.checkpoint.mirror is not None and not has_last:
+        _warn_that_it_lags(config)
+
+
+def _warn_that_it_lags(config: Config) -> None:
+    trainer = config.trainer
+    _say(
+        f"WARNING: {trainer.checkpoint.mirror} lacks the last checkpoints.\n"
+        f"Fix: run `{call(f'mirror {trainer.default_local_dir}')}`"
+    )
 
 
 def _say(text: str) -> None:

@@ -5,5 +5,6 @@ They are uploaded in the background, and restored if the disk is lost.
 
 STATE = ".mirror.json"
 """A file in the run directory with the result of the last upload: the mirror's `url`, the `steps`
-that are complete in it, and the last error (`failed`).
+that are complete in it, a digest of the `results` in it, the last error (`failed`), and the `id`
+of the run in the mirror.
 """

@@ -2,26 +2,33 @@
 
 A mirror has the layout of a run directory, so a copy of it is a run directory:
 
-    run.json                            project and experiment of the run
+    run.json                            project, experiment and id of the run
     latest_checkpointed_iteration.txt   the step of the run; a later checkpoint was rolled back
     global_step_N/…                     the files of the checkpoint
     global_step_N/run.tar.gz            logs and identity of the run at the time of the upload
+    global_step_N/run.newer.tar.gz      the same of a later time, if there were results since then
     global_step_N/manifest.json         written last; its presence commits the checkpoint
 """
 
 import json
+import uuid
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.layout import POINTER
 from trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, parse_manifest
 from trainer.checkpoint.storage import KEY, Storage, StorageError
 from trainer.config import ConfigError, TrainerConfig
-from trainer.runtime.json_lines import parsed
+from trainer.runtime.files import atomic_write
+from trainer.runtime.json_lines import parsed, read_object
+from trainer.tools.mirror import STATE
 from trainer.tracking import run_info
 
 RUN_FILES = "run.tar.gz"
+NEWER_FILES = "run.newer.tar.gz"
 
 
 @dataclass(frozen=True)
@@ -72,26 +79,74 @@ def look(storage: Storage) -> MirrorState:
     return MirrorState(pointer, whole, incomplete, steps)
 
 
-def claim(trainer: TrainerConfig, storage: Storage) -> None:
-    """Write the run's name into a new mirror. This also proves that the mirror is writable.
+def claim(trainer: TrainerConfig, storage: Storage) -> str:
+    """Write names and a random id of the run into a new mirror, and return the id.
 
-    Raises `ConfigError` if the mirror belongs to a different run, and `StorageError`.
+    The id tells runs with equal names apart. A run directory learns it once it has a checkpoint:
+    until then, the run can still continue from the mirror's. A directory or a mirror without the
+    id, from an older version or after a copy, is known by a checkpoint that both have.
+
+    Raises `ConfigError` if the mirror belongs to a different run or is the run directory, and
+    `StorageError`.
     """
-    found = parsed(storage.read(run_info.FILE_NAME) or b"{}")
-    if not isinstance(found, dict):  # cut short
+    run_dir = Path(trainer.default_local_dir)
+    if storage.is_at(run_dir):
+        raise ConfigError(
+            f"{KEY}={storage.url} is the run directory '{run_dir}': the mirror would delete the run's "
+            f"own checkpoints.\nFix: give a URL on other storage"
+        )
+    elsewhere = (
+        f"give each run its own mirror, {KEY}=…/${{trainer.project_name}}/"
+        f"${{trainer.experiment_name}}"
+    )
+    text = storage.read(run_info.FILE_NAME) or b""
+    if not text.endswith(b"\n"):  # missing or cut short
+        text = _read(storage, run_info.FILE_NAME, storage.sizes()) or b""
+    found = parsed(text)
+    if not isinstance(found, dict):
         found = {}
     own = {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}
     claimed = {name: found.get(name) for name in own}
-    if None in claimed.values():
-        storage.write(run_info.FILE_NAME, (json.dumps(own) + "\n").encode())
-    elif claimed != own:
+    is_named = None not in claimed.values()
+    if is_named and claimed != own:
         raise ConfigError(
             f"'{storage.url}' mirrors the run '{claimed['experiment_name']}' of project "
             f"'{claimed['project_name']}', not '{trainer.experiment_name}' of "
             f"'{trainer.project_name}'.\n"
-            f"Fix: give each run its own mirror, {KEY}=…/${{trainer.project_name}}/"
-            f"${{trainer.experiment_name}}"
+            f"Fix: {elsewhere}"
         )
+    own_id = read_object(run_dir / STATE).get("id")
+    run_id = found.get("id") or own_id or uuid.uuid4().hex
+    nonces = {info.nonce for info in layout.committed(run_dir)}
+    if not is_named or (nonces and found.get("id") not in (None, own_id)):
+        held = look(storage)
+        is_shared = any(manifest.nonce in nonces for manifest in held.whole.values())
+        if (held.whole or held.incomplete) and not is_shared:
+            problem = "belongs to another run of the same name"
+            way_out = f"move '{run_dir}' away to continue the mirror's run"
+            if not is_named:
+                problem = f"has no {run_info.FILE_NAME} that names the run"
+                way_out = f"write {json.dumps(own)} to {storage.url}/{run_info.FILE_NAME}"
+            raise ConfigError(
+                f"'{storage.url}' holds checkpoints, but none that '{run_dir}' holds, and {problem}.\n"
+                f"Fix: {elsewhere}; or {way_out}"
+            )
+    if found.get("id") != run_id or not is_named:
+        text = (json.dumps({**found, **own, "id": run_id}) + "\n").encode()
+        storage.write(run_info.FILE_NAME, text)
+        if (storage.read(run_info.FILE_NAME) or text) != text:  # it may not be shown yet
+            raise StorageError(f"{storage.url}/{run_info.FILE_NAME} differs from what was written")
+    if nonces and own_id != run_id:
+        note(run_dir, storage, id=run_id)
+    return run_id
+
+
+def note(run_dir: Path, storage: Storage, **changes: object) -> None:
+    """Record what is known of the mirror in the run directory, for `checkpoint ls` too."""
+    path = run_dir / STATE
+    state = {"steps": [], **read_object(path), "url": storage.url, **changes}
+    with suppress(OSError):
+        atomic_write(path, json.dumps(state))
 
 
 def _pointer(storage: Storage, sizes: Mapping[str, int]) -> int | None:

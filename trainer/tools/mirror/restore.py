@@ -17,7 +17,7 @@ from trainer.checkpoint.storage import KEY, Storage, StorageError
 from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.runtime.text import readable
-from trainer.tools.mirror.contents import RUN_FILES, MirrorState, claim, look
+from trainer.tools.mirror.contents import NEWER_FILES, RUN_FILES, MirrorState, claim, look, note
 from trainer.tools.mirror.upload import NUM_STREAMS, TRAVELS
 
 MIN_UNPACKED_BYTES = 2**26
@@ -43,12 +43,13 @@ def prepare(trainer: TrainerConfig, storage: Storage) -> None:
     """
     own_step = _own_step(trainer)
     try:
-        claim(trainer, storage)
+        run_id = claim(trainer, storage)
         held = look(storage)
     except StorageError as error:
         return unreachable(trainer, error)
     if own_step is None and (held.whole or held.incomplete):
         _restore(trainer, storage, held)
+        note(Path(trainer.default_local_dir), storage, id=run_id)
     elif own_step is None:
         choice.select(Path(trainer.default_local_dir))  # raises if its checkpoints are damaged
     elif held.candidates and held.candidates[0].step > own_step:
@@ -161,19 +162,20 @@ def _fetched(storage: Storage, place: str, path: Path, staging: Path) -> FileRec
 
 def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> None:
     """Restore the logs and identity of the run, except files that the run directory already has."""
-    archive = staging / RUN_FILES
-    for is_last in (False, True):
+    problem = None
+    for name in (NEWER_FILES, RUN_FILES, RUN_FILES):
+        archive = staging / name
         try:
             _fetched(storage, place, archive, staging)
             return _unpack(archive, run_dir)
         except (_DamagedError, tarfile.TarError, OSError, EOFError, zlib.error) as error:
-            if is_last:
-                logger.warning(
-                    "%s cannot be read (%s): logs and trackers start over; the training state was restored",
-                    *(RUN_FILES, error),
-                )
+            problem = error
         finally:
             archive.unlink(missing_ok=True)
+    logger.warning(
+        "%s cannot be read (%s): logs and trackers start over; the training state was restored",
+        *(RUN_FILES, problem),
+    )
 
 
 def _unpack(archive: Path, run_dir: Path) -> None:

@@ -3,14 +3,14 @@
 An upload may stop at any point without harm; the next one starts over.
 """
 
-import json
 import math
 import os
 import tarfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout, retention, rollback
@@ -21,14 +21,15 @@ from trainer.checkpoint.reading import pinned
 from trainer.checkpoint.storage import Storage, StorageError
 from trainer.config import TrainerConfig
 from trainer.runtime import evaluations
-from trainer.runtime.files import atomic_write, regular_opener, try_lock
+from trainer.runtime.files import regular_opener, try_lock
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.progress import History
 from trainer.tools.mirror import STATE
-from trainer.tools.mirror.contents import RUN_FILES, MirrorState, claim, look
+from trainer.tools.mirror.contents import NEWER_FILES, RUN_FILES, MirrorState, claim, look, note
 from trainer.tracking import events_file, metrics_file, row_losses, run_info
 from trainer.tracking.events_file import Event
 
+PROOFS = "proofs"
 TRAVELS = (
     run_info.FILE_NAME,
     metrics_file.FILE_NAME,
@@ -36,7 +37,7 @@ TRAVELS = (
     row_losses.FILE_NAME,
     rollback.FILE,
     evaluations.FILE_NAME,
-    "proofs",
+    PROOFS,
 )
 """Files of the run directory that are uploaded with each checkpoint. All other files can be derived
 from these, or are of use on one machine only.
@@ -66,7 +67,6 @@ class Uploader:
         self._storage = storage
         self._record = record
         self._run_dir = Path(trainer.default_local_dir)
-        self._is_claimed = False
         self._seen: object = None
         self._begun: Manifest | None = None
         self._sent: set[str] = set()
@@ -77,21 +77,21 @@ class Uploader:
         return self._local_state() != self._seen
 
     def sync(self) -> None:
-        """Bring the mirror up to date.
+        """Bring the mirror up to date. Does nothing until the run directory has a pointer.
 
         Raises `StorageError`, `OSError` for a fault in the run directory, or `ConfigError` if the
-        mirror belongs to a different run. A run checks the latter at its start, unless the storage
-        was unreachable then.
+        mirror belongs to a different run. That is checked each time: the mirror may have vanished,
+        and another run may have taken its place.
         """
         state = self._local_state()
+        if layout.read_pointer(self._run_dir).step is None:
+            return  # rank 0 may not even have made the directory yet
         try:
-            if not self._is_claimed:
-                claim(self._trainer, self._storage)
-                self._is_claimed = True
+            claim(self._trainer, self._storage)
             with _alone(self._run_dir):
                 self._bring_up()
         except Exception as error:
-            self._note(failed=str(error))
+            note(self._run_dir, self._storage, failed=str(error))
             raise
         self._seen = state
 
@@ -100,9 +100,18 @@ class Uploader:
         return (
             {layout.parse_step(name) for name in fsio.list_dir(self._run_dir)},
             layout.read_pointer(self._run_dir),
-            rollback.read(self._run_dir),
-            evaluations.read_summaries(self._run_dir),
+            self._results(),
         )
+
+    def _results(self) -> str:
+        """Return a digest of what changes in the logs without a new checkpoint; "" for nothing."""
+        proofs = sorted((self._run_dir / PROOFS).glob("*"))
+        found = (
+            rollback.read(self._run_dir).entries,
+            evaluations.read_summaries(self._run_dir),
+            [(path.name, path.lstat().st_mtime_ns) for path in proofs],
+        )
+        return sha256(repr(found).encode()).hexdigest() if any(found) else ""
 
     def _bring_up(self) -> None:
         """Upload the missing checkpoints, the pointer's checkpoint first, then remove old ones.
@@ -110,14 +119,22 @@ class Uploader:
         A best checkpoint that is damaged on the local disk is skipped, and its error is raised at
         the end.
         """
+        results = self._results()
         local = {info.step: info for info in layout.committed(self._run_dir)}
         pointer = layout.read_pointer(self._run_dir).step
-        if pointer is None or pointer not in local:
-            return
+        rollbacks = rollback.read(self._run_dir).entries
+        discarded = {nonce for entry in rollbacks for nonce in entry.discarded}
+        if pointer is None or pointer not in local or local[pointer].nonce in discarded:
+            return  # without a checkpoint, or in the middle of a rollback
         held = look(self._storage)
         problem = None
         wanted = [pointer, *sorted(self._best(list(local.values())) - {pointer}, reverse=True)]
-        due = [step for step in wanted if held.whole.get(step) != local[step].manifest]
+        same = {step for step, info in local.items() if held.whole.get(step) == info.manifest}
+        due = [step for step in wanted if step not in same]
+        base = max((step for step in same if step <= pointer), default=None)
+        noted = read_object(self._run_dir / STATE).get("results", "")
+        if base is not None and (results != noted or base == pointer != held.pointer):
+            self._renew_logs(base)
         if held.pointer != pointer and pointer not in due:
             self._point(pointer)
         for step in due:
@@ -134,7 +151,8 @@ class Uploader:
             raise StorageError(
                 f"{self._storage.url} does not show step {pointer} yet, although it was written"
             )
-        self._note(steps=self._rotate(held, pointer), failed="")
+        steps = self._rotate(held, pointer, discarded)
+        note(self._run_dir, self._storage, steps=steps, failed="", results=results)
         if problem is not None:
             raise problem
 
@@ -168,6 +186,14 @@ class Uploader:
         text = f"step {info.step} is in {self._storage.url}"
         self._record(Event("mirror", info.step, text, fields=fields))
 
+    def _renew_logs(self, step: int) -> None:
+        """Replace the logs of a checkpoint in the mirror. One archive is whole at every moment."""
+        place = layout.step_dir_name(step)
+        with packed(self._run_dir) as archive:
+            for name in (NEWER_FILES, RUN_FILES):
+                self._storage.put(archive, f"{place}/{name}")
+                self._require_whole(place, [FileRecord(name, archive.stat().st_size, "")])
+
     def _point(self, step: int) -> None:
         """Make the mirror's pointer name `step`."""
         self._storage.write(POINTER, f"{step}\n".encode())
@@ -193,13 +219,11 @@ class Uploader:
                     f"{name} has {sizes.get(name, 0)} bytes in storage, but {record.size_bytes} were sent"
                 )
 
-    def _rotate(self, held: MirrorState, pointer: int) -> list[int]:
+    def _rotate(self, held: MirrorState, pointer: int, discarded: set[str]) -> list[int]:
         """Remove rolled back, old and incomplete checkpoints, and return the steps that stay.
 
         Call this once the pointer's checkpoint is complete in the mirror.
         """
-        rollbacks = rollback.read(self._run_dir).entries
-        discarded = {nonce for entry in rollbacks for nonce in entry.discarded}
         undone = {step for step, manifest in held.whole.items() if manifest.nonce in discarded}
         whole = sorted(held.whole.keys() - undone)
         found = [CheckpointInfo(step, Path(), manifest=held.whole[step]) for step in whole]
@@ -213,13 +237,6 @@ class Uploader:
         """Return the steps that rotation keeps even if they are old."""
         history = History(_best_step(self._run_dir))
         return retention.worth_keeping(self._run_dir, history, found)
-
-    def _note(self, **changes: object) -> None:
-        """Record the result of an upload, for `checkpoint ls`."""
-        path = self._run_dir / STATE
-        state = {"steps": [], **read_object(path), "url": self._storage.url, **changes}
-        with suppress(OSError):
-            atomic_write(path, json.dumps(state))
 
 
 @contextmanager
