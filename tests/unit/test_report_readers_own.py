@@ -135,6 +135,15 @@ def test_checkpoints_are_judged_by_names_and_sizes(tmp_path):
     assert "Resume from an older one" in remedies["ckpt_complete:step-30"]
 
 
+def test_directories_that_only_resemble_checkpoints_are_none(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
+    save(tmp_path, 10)
+    for name in ("global_step_012", "global_step_", "global_step_7x", f"global_step_{2**70}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    assert [state.step for state in read_run(tmp_path).checkpoints] == [10]
+
+
 def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_cause(tmp_path):
     proof = {"step": 50, "engine": "vllm 1", "val_loss": 1.5, "served_loss": 1.5001}
     equal = proof | {"tolerance": 0.001, "is_equal": True, "causes": []}
