@@ -284,3 +284,12 @@ def test_slow_steps_are_put_into_proportion_and_the_disk_space_is_told():
     slow = analyse(sft(times("train/time(s)", 20.0)))
     assert "2 to 5 s is usual for 7B on 8 A100" in told(slow)["time_high"].cause
     assert slow.facts["checkpoints"] == "5, 210 GiB in all"
+
+
+def test_every_metric_in_its_usual_range_is_not_said_beside_a_note():
+    usual = "every metric stayed in its usual range"
+    quiet = analyse(sft(times("train/loss", 1.0)))
+    assert quiet.verdict == "OK" and usual in quiet.headline
+    low = analyse(sft(times("train/loss", 0.2)))
+    assert told(low)["loss_final"].level == "note" and low.verdict == "OK"
+    assert usual not in low.headline and "no check found a fault" in low.headline
