@@ -293,3 +293,16 @@ def test_every_metric_in_its_usual_range_is_not_said_beside_a_note():
     low = analyse(sft(times("train/loss", 0.2)))
     assert told(low)["loss_final"].level == "note" and low.verdict == "OK"
     assert usual not in low.headline and "no check found a fault" in low.headline
+
+
+def test_the_guard_is_told_to_have_rolled_back_so_many_times():
+    """A step with two warnings is one step."""
+
+    def title(kind: str, *steps: int) -> str:
+        events = tuple(LogEvent(step, kind, "rule", "warn") for step in steps)
+        return told(analyse(sft(but(events=events))))["restarts:" + id_of[kind]].title
+
+    id_of = {"rollback": "rollback", "guard/severe": "severe"}
+    assert "rolled the run back 1 time, the last at step 49." in title("rollback", 49)
+    assert "rolled the run back 3 times, the last at step 48." in title("rollback", 30, 48, 48)
+    assert "warned of 2 steps, the last at step 48." in title("guard/severe", 30, 48, 48)
