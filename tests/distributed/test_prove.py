@@ -54,7 +54,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def proven(checkpoint: Path) -> Certificate:
     found, path = prove_serving(checkpoint, engine="transformers", python="")
-    assert json.loads(path.read_text())["is_equal"] is found.is_equal
+    written = json.loads(path.read_text())
+    assert written["is_equal"] is found.is_equal
+    assert written["nonce"] == json.loads((checkpoint / MANIFEST).read_text())["nonce"]
     return found
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -114,3 +115,20 @@ def test_a_run_leaves_a_page_and_a_report_that_fails_is_only_a_warning(tmp_path,
     write_final_report(tmp_path / "nothing")
     assert "cannot write the report: ERROR: cannot read" in caplog.text
     assert "bash run_sft.sh report" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stderr", "told"),
+    [
+        ("a warning\nERROR: 'x' is bad\nFix: do y\n", "report: ERROR: 'x' is bad\nFix: do y; bash"),
+        ("Traceback:\n  line\nKeyError: 'x'\n", "report: KeyError: 'x'; bash"),
+        ("", "report: exit 4; bash"),
+    ],
+)
+def test_the_warning_about_a_report_that_fails_holds_the_whole_message(
+    tmp_path, monkeypatch, caplog, stderr, told
+):
+    done = subprocess.CompletedProcess([], 4, "", stderr)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    write_final_report(tmp_path)
+    assert told in caplog.text

@@ -444,6 +444,15 @@ def test_a_spike_of_some_points_is_no_wrong_resume():
     assert "loss_spike" in found and "loss_jump" not in found
 
 
+def test_the_steps_of_a_loss_spike_contain_the_step_that_its_title_names():
+    """The gradient leaves its usual range one step after the loss is highest."""
+    rise = np.where(STEPS == 1000, 1.4, 1.0)
+    burst = put("train/grad_norm", slice(1000, 1002), 30.0)
+    found = told(analyse(sft(both(times("train/loss", rise), burst))))
+    assert "at step 1000;" in found["loss_spike"].title
+    assert found["loss_spike"].steps == (1000, 1002)
+
+
 @pytest.mark.parametrize("at", [800, 1450])
 def test_a_rate_that_warms_up_again_is_told(at):
     cosine = (1 + np.cos(np.pi * STEPS / 2000)) / 2

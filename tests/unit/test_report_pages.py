@@ -200,10 +200,29 @@ def test_runs_side_by_side_differ_in_speed_loss_and_configuration():
     runs = [(report, log), (replace(report, title="b"), other)]
     compared = side_by_side(runs)
     wanted = ("train/loss", "throughput/train/tokens_per_s")
-    rows = [row for row in compared.rows if row[0] in wanted]
+    rows = [row for row in compared.rows if row[0].startswith(wanted)]
     assert len(rows) == 16 and all(row[3] == pytest.approx(2 * row[2]) for row in rows)
     assert {"optim.lr", "new"} < {row[0] for row in compared.rows if not row[1]}
     console = Console(file=StringIO(), width=100)
     print_section(console, compared)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "38,540" in text and "77,080" in text and "77,080" in as_page(runs)
+
+
+def test_equal_runs_side_by_side_are_equal_whatever_steps_they_validate_at():
+    """Rows hold logged validation losses, and medians of the same training steps of all runs."""
+    report, log = overfitting_run()
+    losses = log.series["val/loss"]
+    every_second = replace(log, series={**log.series, "val/loss": losses[1::2]})
+    thinner = {key: one[one.steps % 10 == 0] for key, one in log.series.items()}
+    more = {"val/loss": Series(losses.steps[3:], losses.values[3:])}
+    short = replace(log, series={**log.series, **more})
+    rows = side_by_side([(report, log), (report, every_second), (report, short)]).rows
+    metrics = [row for row in rows if row[1]]
+    assert all(row[2] == row[3] == row[4] for row in metrics)
+    held_out = {row[1]: row[2] for row in metrics if row[0] == "val/loss"}
+    assert held_out == {1000: 1.33, 1500: 1.5, 2000: 1.7}
+    (spiked,) = {row[0] for row in metrics} & {"train/loss, median of 9"}
+    assert all(row[2] < 3 for row in metrics if row[0] == spiked)
+    sparse = side_by_side([(report, log), (report, replace(log, series=thinner))]).rows
+    assert all(row[1] % 10 == 0 and row[2] == row[3] for row in sparse if row[1])

@@ -105,7 +105,7 @@ def test_new_keys_in_every_row_do_not_fill_the_memory(tmp_path, monkeypatch):
 def test_damage_beside_the_log_does_not_hide_it(tmp_path):
     row = {"step": 1, "attempt": 1, "kind": "train", "nonfinite": 3, "train/loss": 0.5}
     write_lines(tmp_path / "metrics.jsonl", [row])
-    for name in ("run.json", "events.jsonl", "latest_checkpointed_iteration.txt"):
+    for name in ("run.json", "events.jsonl", "rollbacks.json", "latest_checkpointed_iteration.txt"):
         (tmp_path / name).write_bytes(b"\xff{[\n" + json.dumps([1]).encode())
     (tmp_path / "global_step_7").write_text("a file")
     (tmp_path / "evaluations.jsonl").mkdir()

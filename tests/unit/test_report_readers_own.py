@@ -1,6 +1,7 @@
 """Our run directory as the report reads it: restarts, rollbacks, events, checkpoints, proofs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from checkpoint_fakes import save, write_unfinished
 from log_formats import write_lines, write_own
 from report_curves import sft_run
 
+from trainer.runtime.progress import Rollback
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.page import as_page
 from trainer.tools.report.readers import read_run
@@ -133,6 +135,15 @@ def test_checkpoints_are_judged_by_names_and_sizes(tmp_path):
     assert "Resume from an older one" in remedies["ckpt_complete:step-30"]
 
 
+def test_directories_that_only_resemble_checkpoints_are_none(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
+    save(tmp_path, 10)
+    for name in ("global_step_012", "global_step_", "global_step_7x", f"global_step_{2**70}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    assert [state.step for state in read_run(tmp_path).checkpoints] == [10]
+
+
 def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_cause(tmp_path):
     proof = {"step": 50, "engine": "vllm 1", "val_loss": 1.5, "served_loss": 1.5001}
     equal = proof | {"tolerance": 0.001, "is_equal": True, "causes": []}
@@ -152,6 +163,30 @@ def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_caus
         [50, "vllm 1", True, []],
         [100, "vllm 1", False, ["rope_theta"]],
     ]
+
+
+def test_results_of_checkpoints_that_a_rollback_discarded_do_not_count(tmp_path):
+    """A step saved again has another nonce. Rotation removed step 5, whose results count."""
+    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 41), 1, 1.0))
+    save(tmp_path, 10, 20, 30)
+    entry = Rollback(36, 40, 20, 28, 48, "a rule", discarded=["old30", "old40"])
+    (tmp_path / "rollbacks.json").write_text(json.dumps({"rollbacks": [asdict(entry)]}))
+    nonces = {5: "rotated", 10: "a1b10", 20: "restarted", 30: "old30", 40: "old40", 50: ""}
+    summary = {"kind": "summary", "name": "eval/x"}
+    results = [summary | {"step": at, "nonce": nonces[at], "mean": at / 100} for at in nonces]
+    others = [summary | {"name": "eval/lost", "step": 30, "nonce": "old30", "mean": 1}]
+    write_lines(tmp_path / "evaluations.jsonl", results + others)
+    (tmp_path / "proofs").mkdir()
+    proof = {"engine": "vllm", "val_loss": 1, "served_loss": 2, "tolerance": 0, "is_equal": False}
+    for at, nonce in nonces.items():
+        known = {"nonce": nonce} if nonce else {}
+        content = proof | {"step": at, "causes": ["lost"]} | known
+        (tmp_path / "proofs" / f"step_{at}_vllm.json").write_text(json.dumps(content))
+    log = read_run(tmp_path)
+    assert {name: [*rows] for name, rows in log.evaluations.items()} == {"eval/x": [5, 10, 50]}
+    assert [one.step for one in log.proofs] == [5, 10, 50]
+    told = analyse(log).generalisation
+    assert told and told.recommended_step == 10
 
 
 def test_machine_versions_and_a_sample_are_on_the_page(tmp_path: Path):

@@ -284,3 +284,50 @@ def test_slow_steps_are_put_into_proportion_and_the_disk_space_is_told():
     slow = analyse(sft(times("train/time(s)", 20.0)))
     assert "2 to 5 s is usual for 7B on 8 A100" in told(slow)["time_high"].cause
     assert slow.facts["checkpoints"] == "5, 210 GiB in all"
+
+
+def test_every_metric_in_its_usual_range_is_not_said_beside_a_note():
+    usual = "every metric stayed in its usual range"
+    quiet = analyse(sft(times("train/loss", 1.0)))
+    assert quiet.verdict == "OK" and usual in quiet.headline
+    low = analyse(sft(times("train/loss", 0.2)))
+    assert told(low)["loss_final"].level == "note" and low.verdict == "OK"
+    assert usual not in low.headline and "no check found a fault" in low.headline
+
+
+def test_the_guard_is_told_to_have_rolled_back_so_many_times():
+    """A step with two warnings is one step."""
+
+    def title(kind: str, *steps: int) -> str:
+        events = tuple(LogEvent(step, kind, "rule", "warn") for step in steps)
+        return told(analyse(sft(but(events=events))))["restarts:" + id_of[kind]].title
+
+    id_of = {"rollback": "rollback", "guard/severe": "severe"}
+    assert "rolled the run back 1 time, the last at step 49." in title("rollback", 49)
+    assert "rolled the run back 3 times, the last at step 48." in title("rollback", 30, 48, 48)
+    assert "warned of 2 steps, the last at step 48." in title("guard/severe", 30, 48, 48)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", None])
+@pytest.mark.parametrize(("rule", "num_slow"), [("stalls", 1), ("while", 60)])
+def test_the_data_loader_is_blamed_for_slow_steps_only_where_loading_took_longer(
+    rule, num_slow, phase, lag
+):
+    """The row of a step may hold the phases of the step before."""
+    slow = slice(1210, 1210 + num_slow)
+    log = put("train/time(s)", slow, 22.5)(sft_run(0))
+    if phase:
+        later = slice(slow.start + lag, slow.stop + lag)
+        log = put(f"time/train/{phase}_s", later, 20.0)(log)
+    found = told(analyse(log))[f"time_high:{rule}"]
+    assert ("data.num_workers" in found.remedy) == (phase == "data")
+    assert any((phase or "the rest") in one for one in found.evidence) == (phase != "data")
+
+
+def test_the_data_loader_is_not_blamed_for_a_large_model_or_without_its_times():
+    log = changed(sft_run(0), **{"train/time(s)": 50.0, "time/train/backward_s": 40.0})
+    assert "num_workers" not in told(analyse(log))["time_high"].remedy
+    keys = [key for key in log.series if not key.startswith("time/")]
+    unknown = replace(log, series={key: log.series[key] for key in keys})
+    assert "num_workers" in told(analyse(unknown))["time_high"].remedy

@@ -55,6 +55,7 @@ class Certificate:
     """
 
     step: int
+    nonce: str
     engine: str
     dtype: str
     is_equal: bool
@@ -81,6 +82,7 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
     require_export(trained.info)
     result = Certificate(
         step=trained.info.step,
+        nonce=trained.manifest.nonce,
         engine=engine,
         dtype=str(_dtypes(trained)[0]).removeprefix("torch."),
         is_equal=False,

@@ -84,19 +84,20 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
     if verdict == "INSUFFICIENT":
         return f"Too early to say: {too_little(run)}."
     if verdict == "OK":
-        return _normal(run)
+        return _normal(run, findings)
     others = sum(finding.level in VERDICTS for finding in findings) - 1
     more = f" {counted(others, 'further serious finding')}." if others else ""
     return findings[0].title + more
 
 
-def _normal(run: AnalysedRun) -> str:
+def _normal(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
     """Describe a healthy run by its falling loss, or a controller run by the trends of its results."""
     is_controller = run.profile == "controller"
     rising, falling = (("reward", "accuracy"), ("violation",)) if is_controller else ((), ("loss",))
     good = [f"the {role} rose" for role in rising if is_rising(run.levels(role))]
     good += [f"the {role} fell" for role in falling if is_falling(run.levels(role))]
-    rest = "no check found a fault" if run.anomalies else "every metric stayed in its usual range"
+    is_unusual = run.anomalies or any(finding.level == "note" for finding in findings)
+    rest = "no check found a fault" if is_unusual else "every metric stayed in its usual range"
     return f"Normal: {listed([*good, rest])}."
 
 

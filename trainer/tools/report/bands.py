@@ -187,6 +187,11 @@ REASONS: dict[str, tuple[str, ...]] = {
         "large: 2 to 5 s is usual for 7B on 8 A100 at 4096 tokens.",
         "loading",
     ),
+    "computing": (
+        "The device is hotter or shared with another process, samples are longer, other ranks are "
+        "late, or the model is simply large: 2 to 5 s is usual for 7B on 8 A100 at 4096 tokens.",
+        "Compare sequence lengths and device clocks with those of fast steps, or of another run.",
+    ),
     "stalls": ("The loader, the network or the storage stalls.", "loading"),
     "stops": (
         "No answer stopped where it should: the policy has unlearned the end token.",

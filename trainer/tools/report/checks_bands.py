@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
-from trainer.tools.report.bands import BANDS, FLAT, GROWTH, MOVES, Row
+from trainer.tools.report.bands import BANDS, FLAT, GROWTH, MOVES, REASONS, Row
 from trainer.tools.report.checks import START_STEPS, Check, Findings, finding_of
+from trainer.tools.report.checks_speed import slowest_phase
 from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Finding
 from trainer.tools.report.run_log import Series
@@ -42,6 +43,10 @@ NUM_SUDDEN = 5
 def _finding(row: Row, run: AnalysedRun, title: str, **fields: Any) -> Finding:
     """Return the finding that a row reports, with its cause and remedies."""
     cause, *remedy = row.reason
+    phase = slowest_phase(run, *fields["steps"]) if row.id.startswith("time_high") else None
+    if phase not in (None, "data"):
+        cause, *remedy = REASONS["computing"]
+        fields["evidence"] = [f"the time goes to {phase}"]
     before = run.checkpoint(fields["steps"][0])
     return finding_of(
         row.level,

@@ -1,7 +1,7 @@
 """Checks of the loss, the gradient norm and the learning rate."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from trainer.tools.report.learning_rate import (
     restarted_at,
     scheduled,
 )
-from trainer.tools.report.result import Anomaly
+from trainer.tools.report.result import Anomaly, Mover
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import Move, beyond, shift
 from trainer.tools.report.statistics import (
@@ -99,9 +99,11 @@ JITTER = 0.1
 """Noise above this share of the loss is mentioned."""
 
 
-def _span(anomalies: Iterable[Anomaly]) -> tuple[int, int]:
-    """Return the first and the last step of intervals."""
-    return min(one.steps[0] for one in anomalies), max(one.steps[1] for one in anomalies)
+def _span(moved: Mapping[Anomaly, Iterable[Mover]]) -> tuple[int, int]:
+    """Return the first and the last step of intervals and of the peaks that moved metrics have."""
+    steps = [step for one in moved for step in one.steps]
+    steps += [mover.peak_step for mover in chain(*moved.values())]
+    return min(steps), max(steps)
 
 
 @finding("loss_nonfinite")

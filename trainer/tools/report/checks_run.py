@@ -157,13 +157,16 @@ def enough(run: AnalysedRun) -> Findings:
 
 @finding("restarts")
 def guarded(run: AnalysedRun) -> Findings:
-    """Find steps that the guard undid or warned about."""
+    """Find rollbacks by the guard, or else the steps it warned about."""
     undone = [event for event in run.log.events if event.kind == "rollback"]
     met = undone or [event for event in run.log.events if event.kind in WARNED]
     if met:
+        count = len({event.step for event in met})
+        did = f"warned of {counted(count, 'step')}"
+        if undone:
+            did = f"rolled the run back {counted(len(undone), 'time')}"
         yield warn(
-            f"The guard {'undid' if undone else 'warned of'} {counted(len(met), 'step')}, the last "
-            f"at step {met[-1].step}.",
+            f"The guard {did}, the last at step {met[-1].step}.",
             id="rollback" if undone else "severe",
             steps=(met[0].step, met[-1].step),
             evidence=[f"step {event.step}: {event.message}" for event in met[-3:]],

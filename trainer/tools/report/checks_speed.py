@@ -26,6 +26,7 @@ PHASE = re.compile(
 """Matches the phases of a step under the keys of this trainer, MLLM-JAX, ROLL and verl."""
 WHOLES = {"update": "forward", "shard": "h2d"}
 """Maps a phase to a part of it; the phase counts only if that part is not logged."""
+REST = "the rest of the step"
 BOTTLENECKS = {
     "data": "the loader is the bottleneck",
     "rollout": "generation is the bottleneck",
@@ -46,7 +47,8 @@ MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
 
 def throughput(run: AnalysedRun) -> Throughput | None:
     """Return how the time of a step is divided; None if the log has no times."""
-    phases = _phases(run)
+    # means, unlike medians, add up to the step time
+    phases = {name: float(points.values.mean()) for name, points in _phases(run).items()}
     times = run.find("ordinary_time")
     if not times and not phases:
         return None
@@ -57,16 +59,37 @@ def throughput(run: AnalysedRun) -> Throughput | None:
     return Throughput(float(np.median(values)), shares, _bottleneck(shares))
 
 
-def _phases(run: AnalysedRun) -> dict[str, float]:
-    """Return the mean seconds of each phase. Means, unlike medians, add up to the step time."""
-    means: dict[str, float] = {}
+def _phases(run: AnalysedRun) -> dict[str, Series]:
+    """Return the seconds of each phase, without the first steps, which compile."""
+    found: dict[str, Series] = {}
     for key, series in sorted(run.log.series.items()):
         match = PHASE.fullmatch(key)
-        values = finite(series).values
-        if match and len(values):
-            late = values[min(NUM_COMPILE, len(values) - 1) :]
-            means.setdefault(match[1], float(late.mean()))
-    return {phase: mean for phase, mean in means.items() if WHOLES.get(phase) not in means}
+        points = finite(series)
+        if match and points:
+            found.setdefault(match[1], points[min(NUM_COMPILE, len(points) - 1) :])
+    return {phase: points for phase, points in found.items() if WHOLES.get(phase) not in found}
+
+
+def slowest_phase(run: AnalysedRun, first: int, last: int) -> str | None:
+    """Return the phase whose time grew most in these steps or, if they are all steps, the longest;
+    None if the log does not say how long loading takes.
+
+    The row after a step may hold the times of its phases. `REST` stands for time outside all phases.
+    """
+
+    def growth(points: Series) -> float:
+        start, stop = np.searchsorted(points.steps, [first, last + 1])
+        inside = points.values[start : stop + 1]
+        others = np.delete(points.values, slice(start, stop + 1))
+        usual = np.median(others) if len(others) else 0.0
+        return float(inside.mean() - usual) if len(inside) else 0.0
+
+    phases = {phase: growth(points) for phase, points in _phases(run).items()}
+    if "data" not in phases:
+        return None
+    if times := run.find("time"):
+        phases[REST] = growth(times[NUM_COMPILE:]) - sum(phases.values())
+    return max(phases, key=phases.__getitem__)
 
 
 def _bottleneck(shares: dict[str, float]) -> str:

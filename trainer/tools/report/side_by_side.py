@@ -1,6 +1,7 @@
 """Compares several runs: verdicts, metrics at the same steps, and configurations."""
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -9,9 +10,11 @@ from trainer.tools.report.formatting import MISSING
 from trainer.tools.report.result import Report
 from trainer.tools.report.run_log import RunLog
 from trainer.tools.report.sections import Section
-from trainer.tools.report.statistics import smooth
+from trainer.tools.report.statistics import rolling
 
 NUM_STEPS = 8
+WINDOW = 9
+"""The number of steps whose median a row of a training metric shows. The row names the middle one."""
 COMPARED = "val_reward val_accuracy val_loss reward accuracy loss tokens_per_s time"
 """The roles to compare. Results come first because they say more than the loss of a policy."""
 
@@ -22,8 +25,7 @@ Row = tuple[object, ...]
 def side_by_side(runs: Sequence[Run]) -> Section:
     """Return a table with one column per run.
 
-    Its rows are the verdicts, smoothed metrics at steps that all runs cover, and the options that
-    differ.
+    Its rows are the verdicts, metrics at steps that all runs logged, and the options that differ.
     """
     names = [f"{place}: {report.title}" for place, (report, _) in enumerate(runs, 1)]
     verdicts = [f"{report.verdict}: {report.headline}" for report, _ in runs]
@@ -39,13 +41,19 @@ def side_by_side(runs: Sequence[Run]) -> Section:
 
 
 def _same_steps(runs: Sequence[Run], role: str) -> list[Row]:
-    """Return rows of a smoothed metric at equally spaced steps in the range that all runs cover."""
+    """Return rows of a metric at steps that all runs logged, spread evenly over them.
+
+    Validation results are as logged. Other metrics are medians of the same `WINDOW` steps in all runs.
+    """
     analysed = [AnalysedRun(log, report.profile) for report, log in runs]
-    curves = [smooth(series) for run in analysed if (series := run.find(role))]
-    if len(curves) < len(runs):
+    curves = [run.find(role) for run in analysed]
+    steps = reduce(np.intersect1d, [curve.steps for curve in curves])
+    width = min(1 if role.startswith("val_") else WINDOW, len(steps))
+    if not width:
         return []
-    first = max(curve.steps[0] for curve in curves)
-    last = min(curve.steps[-1] for curve in curves)
-    steps = np.unique(np.linspace(first, max(first, last), NUM_STEPS).astype(int))
-    values = [np.interp(steps, curve.steps, curve.values) for curve in curves]
-    return [(analysed[0].name(role), *row) for row in zip(steps, *values, strict=True)]
+    columns = [curve.values[np.isin(curve.steps, steps)] for curve in curves]
+    values = [np.median(rolling(column, width, 1), axis=1) for column in columns]
+    centres = steps[(width - 1) // 2 :]
+    name = analysed[0].name(role) + (f", median of {width}" if width > 1 else "")
+    places = np.unique(np.linspace(0, len(values[0]) - 1, NUM_STEPS).astype(int))
+    return [(name, centres[at], *(column[at] for column in values)) for at in places]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shlex
 import subprocess
 import sys
@@ -152,7 +153,8 @@ def write_final_report(run_dir: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_TIMEOUT_S)
         if done.returncode != EXIT_DONE:
-            raise OSError(done.stderr.strip().rpartition("\n")[2] or f"exit {done.returncode}")
+            told = re.search(r"ERROR: .*|[^\n]+\Z", done.stderr.strip(), re.DOTALL)
+            raise OSError(told[0] if told else f"exit {done.returncode}")
         report, _ = json.JSONDecoder().raw_decode(done.stdout)
         verdict = report["verdict"]
         headline = report["headline"]

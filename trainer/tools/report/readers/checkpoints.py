@@ -5,21 +5,25 @@ from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
 from trainer.runtime.files import tree_bytes
+from trainer.tools.report.readers.parsing import MAX_STEP
 from trainer.tools.report.run_log import CheckpointState
 
 STATE = "trainer_state.json"
-_STEP_DIR = re.compile(r"(global_step_|checkpoint-)(\d{1,15})")
+_FOREIGN = re.compile(r"checkpoint-(\d+)")
 
 
 def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
     """Return every `global_step_N` and `checkpoint-N` directory, sorted by step."""
     found = []
     for path in run_dir.glob("*/"):
-        match = _STEP_DIR.fullmatch(path.name)
+        foreign = _FOREIGN.fullmatch(path.name)
+        step = int(foreign[1]) if foreign else layout.parse_step(path.name)
+        if step is None or step >= MAX_STEP:
+            continue
         # A directory with only a trainer state is a copy of the log, not a checkpoint.
-        if match and [entry.name for entry in path.iterdir()] != [STATE]:
-            faults = _faults(path) if match[1] == "global_step_" else ()
-            found.append(CheckpointState(int(match[2]), path, tree_bytes(path), faults))
+        if [entry.name for entry in path.iterdir()] != [STATE]:
+            faults = () if foreign else _faults(path)
+            found.append(CheckpointState(step, path, tree_bytes(path), faults))
     return tuple(sorted(found, key=lambda state: state.step))
 
 

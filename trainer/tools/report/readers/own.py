@@ -1,10 +1,16 @@
 """Reads the files that accompany a log in this trainer's run directory."""
 
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from trainer.checkpoint import layout, rollback
+from trainer.config import ConfigError
 from trainer.runtime.evaluations import read_summaries
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.json_lines import JsonLines, flat, read_object
+from trainer.runtime.progress import Rollback
 from trainer.tools.report.readers.parsing import as_step
 from trainer.tools.report.readers.store import Store
 from trainer.tools.report.run_log import LogEvent, ServingCheck
@@ -17,11 +23,12 @@ PROOF_FIELDS = ServingCheck.__dataclass_fields__.keys()
 def add_run_directory(run_dir: Path, store: Store) -> None:
     """Add a run's configuration, environment, sample, events, evaluations, proofs and hard rows."""
     run = read_object(run_dir / run_info.FILE_NAME)
+    is_current = _currency(run_dir)
     proofs = map(read_object, run_dir.glob("proofs/step_*.json"))
     served = [
         ServingCheck(**{name: proof[name] for name in PROOF_FIELDS})
         for proof in proofs
-        if proof.keys() >= PROOF_FIELDS
+        if proof.keys() >= PROOF_FIELDS and is_current(proof)
     ]
     store.facts |= {
         "source": "fsdp-sft",
@@ -37,9 +44,32 @@ def add_run_directory(run_dir: Path, store: Store) -> None:
         row_file = run_dir / row_losses.FILE_NAME
         rows, by_step = row_losses.read_hard_rows(row_file, limit=NUM_HARD_ROWS)
         store.facts |= {"hard_rows": tuple(rows), "hardest_by_step": by_step}
-        store.facts["evaluations"] = read_summaries(run_dir)
+        summaries = {
+            name: {step: row for step, row in rows.items() if is_current(row)}
+            for name, rows in read_summaries(run_dir).items()
+        }
+        store.facts["evaluations"] = {name: rows for name, rows in summaries.items() if rows}
     except OSError as error:
         store.facts["notes"] = (f"{error.filename} cannot be read: {error.strerror}",)
+
+
+def _currency(run_dir: Path) -> Callable[[Mapping[str, Any]], bool]:
+    """Return a function that tells whether the result in a row belongs to this run's checkpoints.
+
+    A result belongs to a discarded checkpoint if a rollback recorded its nonce, or if the checkpoint
+    of its step now has a different one. Rotation discards no results. Results without a nonce count.
+    """
+    saved = {info.step: info.nonce for info in layout.committed(run_dir)}
+    entries: tuple[Rollback, ...] = ()
+    with suppress(ConfigError):  # a start refuses a record that cannot be read
+        entries = rollback.read(run_dir).entries
+    discarded = [nonce for entry in entries for nonce in entry.discarded]
+
+    def is_current(row: Mapping[str, Any]) -> bool:
+        nonce = row.get("nonce")
+        return not nonce or (nonce not in discarded and saved.get(row["step"], nonce) == nonce)
+
+    return is_current
 
 
 def _add_events(run_dir: Path, store: Store) -> None:
