@@ -14,24 +14,25 @@ from trainer.cli import evaluate as command
 from trainer.config import ConfigError
 from trainer.runtime.evaluations import FILE_NAME, read_evaluations
 from trainer.runtime.progress import History
-from trainer.tools.evaluate import programs, scorers
+from trainer.tools.evaluate import programs
 from trainer.tools.evaluate.scorers import SCORERS, Question, exact, program_of
 from trainer.tools.evaluate.scoring import Evaluation, append_result, evaluate, interval
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
 from trainer.tracking import Tracking, read_metrics
+from trainer.train.start.compose import load_config
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-QUESTIONS = [Question([{"role": "user", "content": str(i)}], i % 3, f"q:{i}") for i in range(100)]
+QUESTIONS = [Question(str(i), [i], i % 3, f"q:{i}") for i in range(100)]
 
 
 class Killed(BaseException):
     """Simulates a kill: no code after it runs."""
 
 
-def answers(export: Path, prompts: Sequence[scorers.Turns], _: int) -> list[str]:
+def answers(export: Path, prompts: Sequence[Sequence[int]], _: int) -> list[str]:
     """Stands for an engine: answer with the number modulo 4."""
-    return [str(int(turns[0]["content"]) % 4) for turns in prompts]
+    return [str(number % 4) for (number,) in prompts]
 
 
 def killed(*_: object) -> list[str]:
@@ -50,6 +51,12 @@ def run_with(root: Path, *steps: int) -> Path:
         (export / "config.json").write_text("{}")
         (export / "model.safetensors").write_bytes(b"")
     return root
+
+
+def record(run_dir: Path, *words: str) -> None:
+    """Write the configuration of a run of the quickstart's model."""
+    config = load_config(list(words)).resolved
+    (run_dir / "run.json").write_text(json.dumps({"config": config}))
 
 
 def test_after_a_kill_it_asks_again_and_writes_every_sample_once(tmp_path):
@@ -96,7 +103,7 @@ def test_the_interval_is_wilsons(right, n, low, high):
     ],
 )
 def test_scorers(scorer, expected, answer, is_right):
-    judge = SCORERS[scorer](Question([], expected, "q:1"))
+    judge = SCORERS[scorer](Question("", [], expected, "q:1"))
     assert (judge(answer) == "") == is_right
 
 
@@ -120,6 +127,7 @@ def test_wrong_usage_is_refused_before_anything_is_written(
 ):
     monkeypatch.setattr(programs, "require_isolation", lambda: "")
     run_dir = run_with(tmp_path / "run", 1)
+    record(run_dir)
     prompts = tmp_path / "q.jsonl"
     prompts.write_text(json.dumps({"messages": CHAT}))
     assert command.main([str(run_dir), "--prompts", str(prompts), *words]) == code

@@ -22,7 +22,8 @@ SAMPLING = {
 
 
 def answers(export: Path, *texts: str) -> list[str]:
-    prompts = [[{"role": "user", "content": text}] for text in texts]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+    prompts = [tokenizer(text).input_ids for text in texts]
     return make_generate("transformers", "")(export, prompts, 8)
 
 

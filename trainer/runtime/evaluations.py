@@ -1,10 +1,11 @@
 """Reads a run's `evaluations.jsonl`: the scores of its checkpoints.
 
 Each line is one object. An object of kind "sample" holds `name` and `step` of the evaluation, and
-`key`, `index`, `prompt`, `answer`, `completion`, `score`, `reason`. An object of kind "summary"
-follows after all samples, or records a result from elsewhere. It holds `name` (such as
-`eval/gsm8k`), `step`, `key`, `nonce` and `digest` of the checkpoint, `mean`, `low`, `high` (95 %),
-`n`, `scorer`, `engine`, and how the result was made. The last summary of a name and step counts.
+`key`, `index`, `prompt` (the text that the model read), `answer`, `completion`, `score`, `reason`.
+An object of kind "summary" follows after all samples, or records a result from elsewhere. It holds
+`name` (such as `eval/gsm8k`), `step`, `key`, `nonce` and `digest` of the checkpoint, `mean`, `low`,
+`high` (95 %), `n`, `scorer`, `engine`, and how the result was made. The last summary of a name and
+step counts.
 """
 
 from collections.abc import Mapping

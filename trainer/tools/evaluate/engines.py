@@ -19,7 +19,6 @@ from trainer.model.weights import whole_model
 from trainer.runtime.environment import call
 from trainer.runtime.processes import run_in
 from trainer.tools.evaluate import vllm_engine
-from trainer.tools.evaluate.scorers import Turns
 
 VLLM = "vllm"
 PEFT_CONFIG = "adapter_config.json"
@@ -28,8 +27,10 @@ NUM_LOG_LINES = 12
 BATCH = 32
 """The number of prompts in one batch of transformers."""
 
-Generate = Callable[[Path, Sequence[Turns], int], list[str]]
-"""Takes an export, prompts and the maximum number of new tokens. Returns the answers."""
+Generate = Callable[[Path, Sequence[Sequence[int]], int], list[str]]
+"""Takes an export, the tokens of prompts and the maximum number of new tokens. Returns the
+answers.
+"""
 
 
 def make_generate(engine: str, python: str) -> Generate:
@@ -171,32 +172,13 @@ def require_vllm(python: str) -> None:
 
 
 class _Chat:
-    """Converts prompts to token ids and answers to text, with the tokenizer and chat template of
-    the export.
-    """
+    """Converts answers to text, with the tokenizer of the export."""
 
     def __init__(self, export: Path) -> None:
         self.tokenizer: Any = _from_files(transformers.AutoTokenizer, export)
         ends = transformers.GenerationConfig.from_pretrained(export).eos_token_id
         all_ends = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self.stop_ids = sorted(all_ends - {None})
-
-    def ids(self, turns: Turns) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Raises `ConfigError` for several messages if the export has no chat template.
-        """
-        if self.tokenizer.chat_template is not None:
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                list(turns), add_generation_prompt=True, return_dict=False
-            )
-            return ids
-        if len(turns) > 1:
-            raise ConfigError(
-                "the model has no chat template, so it cannot answer a list of messages.\n"
-                "Fix: ask with rows of `prompt`, or train with data.chat_template"
-            )
-        return list(self.tokenizer(turns[0]["content"]).input_ids)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer, without special tokens."""
@@ -207,7 +189,7 @@ class _Chat:
 
 @torch.no_grad()
 def generate_in_transformers(
-    export: Path, prompts: Sequence[Turns], max_new_tokens: int
+    export: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[str]:
     """Return the answers of transformers, to `BATCH` prompts at a time, padded on the left."""
     transformers.logging.disable_progress_bar()
@@ -225,9 +207,8 @@ def generate_in_transformers(
     )
     answers: list[str] = []
     for start in range(0, len(prompts), BATCH):
-        rows = [chat.ids(turns) for turns in prompts[start : start + BATCH]]
         padded = chat.tokenizer.pad(
-            {"input_ids": rows},
+            {"input_ids": [*map(list, prompts[start : start + BATCH])]},
             padding_side="left",
             return_attention_mask=True,
             return_tensors="pt",
@@ -239,12 +220,12 @@ def generate_in_transformers(
 
 
 def generate_in_vllm(
-    python: str, export: Path, prompts: Sequence[Turns], max_new_tokens: int
+    python: str, export: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[str]:
     """Return vLLM's answers."""
     chat = _Chat(export)
     job = {
-        "ids": [chat.ids(turns) for turns in prompts],
+        "ids": [*map(list, prompts)],
         "max_new_tokens": max_new_tokens,
         "stop_ids": chat.stop_ids,
     }

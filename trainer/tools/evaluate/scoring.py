@@ -51,7 +51,7 @@ class Evaluation:
 
     def key(self, nonce: str | None) -> str:
         """Return an identifier that is unique to this evaluation of the checkpoint with `nonce`."""
-        questions = [[question.turns, question.expected] for question in self.questions]
+        questions = [[question.ids, question.expected] for question in self.questions]
         parts = [nonce, self.name, questions, self.scorer, self.engine, self.max_new_tokens]
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -133,7 +133,7 @@ def _append(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
     """Ask all questions, and return a scored row for each."""
-    prompts = [question.turns for question in asked.questions]
+    prompts = [question.ids for question in asked.questions]
     answers = asked.generate(export, prompts, asked.max_new_tokens)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         reasons = pool.map(lambda judge, answer: judge(answer), asked.judges, answers)
@@ -143,7 +143,7 @@ def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
             "kind": SAMPLE,
             "name": asked.name,
             "index": index,
-            "prompt": question.turns,
+            "prompt": question.prompt,
             "answer": question.expected,
             "completion": answer,
             "score": 0.0 if reason else 1.0,
