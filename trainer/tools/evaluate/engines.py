@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -179,12 +180,20 @@ class _Chat:
         ends = transformers.GenerationConfig.from_pretrained(export).eos_token_id
         all_ends = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self.stop_ids = sorted(all_ends - {None})
+        source = str(self.tokenizer.chat_template)
+        named = (self.tokenizer.bos_token_id, self.tokenizer.pad_token_id)
+        self._around = {
+            number
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special and (number in named or token.content in source)
+        }
+        """Special tokens that stand around answers, not in them."""
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer, without special tokens."""
-        return str(
-            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        """Return the text of an answer, which ends before the first stop token."""
+        own = takewhile(lambda number: number not in self.stop_ids, ids)
+        kept = [number for number in own if number not in self._around]
+        return str(self.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
 
 
 @torch.no_grad()
