@@ -100,6 +100,18 @@ def test_the_interval_is_wilsons(right, n, low, high):
         ("numeric", "#### 0.5", "5 of 10, 1/2", True),
         ("numeric", "#### 18", "18 then #### 17", False),
         ("numeric", "18", "none", False),
+        ("numeric", 0.00005, "0.00005", True),
+        ("numeric", 0.00005, "-5", False),
+        ("numeric", "1.5e3", "1.5E+03", True),
+        ("numeric", "-0.05", "about -5e-2 of it", True),
+        ("numeric", "1e9999999999", "9999999999", True),
+        ("numeric", "5", "2024-05", True),
+        ("numeric", "-5", "2024-05", False),
+        ("numeric", "3", "x = (5)-3", True),
+        ("numeric", "-5", "a loss of -$5", True),
+        ("numeric", "-5", "$-5", True),
+        ("numeric", "-5", "\N{MINUS SIGN}5", True),
+        ("numeric", "1/2", "x=+1/2", True),
     ],
 )
 def test_scorers(scorer, expected, answer, is_right):

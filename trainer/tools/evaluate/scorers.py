@@ -20,7 +20,11 @@ from trainer.tools.evaluate.programs import run_tests
 PROMPT = "prompt"
 ANSWER = "answer"
 TESTS = "tests"
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
+NUMBER = re.compile(
+    r"((?:(?<![\w)])[-+])?)[$€£¥]?"  # a hyphen after a number or word is no sign
+    r"((?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|[eE][-+]?\d{1,3}(?!\d))?)"
+)
+"""Sign and value. Longer exponents are none, because their numbers would not fit in memory."""
 FINAL = "####"
 """The mark that precedes the final answer in GSM8K."""
 FENCED = re.compile(r"```[^`\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
@@ -184,8 +188,8 @@ def _text(question: Question) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    found = NUMBER.findall(text.rpartition(FINAL)[2])
+    found = NUMBER.findall(text.rpartition(FINAL)[2].replace("\N{MINUS SIGN}", "-"))
     try:
-        return Fraction(found[-1].replace(",", "")) if found else None
+        return Fraction("".join(found[-1]).replace(",", "")) if found else None
     except (ValueError, ZeroDivisionError):
         return None
