@@ -12,7 +12,7 @@ from trainer.checkpoint import layout, retention
 from trainer.checkpoint.retention import worth_keeping
 from trainer.cli import evaluate as command
 from trainer.config import ConfigError
-from trainer.runtime.evaluations import FILE_NAME, read_evaluations
+from trainer.runtime.evaluations import FILE_NAME, read_evaluations, sign_of
 from trainer.runtime.progress import History
 from trainer.tools.evaluate import programs
 from trainer.tools.evaluate.scorers import SCORERS, Question, exact, program_of
@@ -132,6 +132,7 @@ def test_the_program_is_the_first_fenced_block(fence):
         (["--score", "exec", "--allow-code"], 65, "exec needs tests"),
         (["--score", "exact", "--engine", "vllm", "--python", "/no"], 2, "/no"),
         (["--attach", "10", "code", "nan"], 2, "--attach"),
+        (["--attach", "999", "code", "1"], 2, "step 999: the run has saved no such checkpoint"),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_written(
@@ -146,26 +147,49 @@ def test_wrong_usage_is_refused_before_anything_is_written(
     assert said in capsys.readouterr().err and not (run_dir / FILE_NAME).exists()
 
 
-def test_rotation_spares_the_best_that_was_scored(tmp_path):
+@pytest.mark.parametrize(("name", "spared_step"), [("code", 2), ("wiki_ppl", 3), ("lossless", 2)])
+def test_rotation_spares_the_best_that_was_scored(tmp_path, name, spared_step):
     run_dir = run_with(tmp_path, 1, 2, 3, 4)
     for step, value in ((2, 0.9), (3, 0.2)):
-        append_result(run_dir, name="code", step=step, value=value)
+        append_result(run_dir, name=name, step=step, value=value)
     spared = worth_keeping(run_dir, History(), layout.committed(run_dir))
     retention.rotate(run_dir, keep=1, protect=spared)
-    assert [info.step for info in layout.committed(run_dir)] == [2, 4]
+    assert [info.step for info in layout.committed(run_dir)] == [spared_step, 4]
 
 
-def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(tmp_path):
+def test_only_attached_results_whose_names_say_so_are_better_if_lower():
+    attached = {10: {"scorer": "attached"}}
+    lower = ("eval/perplexity", "eval/word-error_rate", "eval/Loss", "eval/ppl.wiki")
+    assert {sign_of(name, attached) for name in lower} == {-1}
+    assert {sign_of(name, attached) for name in ("eval/lossless", "eval/applied")} == {1}
+    assert sign_of("eval/error_questions", {10: {"scorer": "exact"}}) == 1
+
+
+def test_a_result_of_a_checkpoint_that_rotation_deleted_can_be_attached(tmp_path):
+    run_dir = run_with(tmp_path, 20)
+    record(run_dir, "trainer.logger=[console]")
+    event = {"ts": 1, "attempt": 1, "step": 10, "kind": "checkpoint", "level": "", "message": ""}
+    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert command.main([str(run_dir), "--attach", "10", "code", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "with_validation", "best"),
+    [("code", True, 10), ("perplexity", True, 20), ("perplexity", False, 20)],
+)
+def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(
+    tmp_path, name, with_validation, best
+):
     run_dir = run_with(tmp_path / "run", 10, 20)
     tracking = Tracking("sft", "exp", [], {}, run_dir=run_dir, total_steps=20)
     for step in range(1, 21):
         tracking.log({"train/loss": 2.0 - step / 20}, step)
-        if step % 10 == 0:
+        if step % 10 == 0 and with_validation:
             tracking.log({"val/loss": 1.5 - step / 40}, step)
     tracking.finish(0)
     for step, value in (("10", "0.75"), ("20", "0.5")):
-        assert command.main([str(run_dir), "--attach", step, "code", value]) == 0
-    logged = read_metrics(run_dir / "evaluation" / "code" / "metrics.jsonl")
-    assert [(row["step"], row["eval/code"]) for row in logged] == [(10, 0.75), (20, 0.5)]
+        assert command.main([str(run_dir), "--attach", step, name, value]) == 0
+    logged = read_metrics(run_dir / "evaluation" / name / "metrics.jsonl")
+    assert [(row["step"], row[f"eval/{name}"]) for row in logged] == [(10, 0.75), (20, 0.5)]
     found = analyse(read_run(run_dir)).generalisation
-    assert found is not None and found.recommended_step == 10
+    assert found is not None and found.recommended_step == best

@@ -17,7 +17,9 @@ from trainer.checkpoint.layout import Checkpoint
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.reading import pinned
 from trainer.config import ConfigError, parse_recorded
+from trainer.runtime.environment import call
 from trainer.runtime.evaluations import (
+    ATTACHED,
     EXEC,
     FILE_NAME,
     PREFIX,
@@ -30,7 +32,8 @@ from trainer.runtime.evaluations import (
 from trainer.runtime.json_lines import AppendFile, strict
 from trainer.tools.evaluate.engines import Generate
 from trainer.tools.evaluate.scorers import Judge, Question
-from trainer.tracking import Tracking, metrics_file, read_metrics, run_info
+from trainer.tracking import Tracking, events_file, metrics_file, read_metrics, run_info
+from trainer.tracking.events_file import read_events
 
 DIRECTORY = "evaluation"
 Z = 1.959964
@@ -110,15 +113,25 @@ def evaluate(run_dir: Path, info: Checkpoint, asked: Evaluation) -> dict[str, An
 
 
 def append_result(run_dir: Path, *, name: str, step: int, value: float) -> None:
-    """Record a result that a different program measured."""
+    """Record a result that a different program measured.
+
+    Raises `ConfigError` if the run has saved no checkpoint at this step.
+    """
     info = layout.inspect(run_dir / layout.step_dir_name(step))
+    events = read_events(run_dir / events_file.FILE_NAME)
+    saved = {row["step"] for row in events if row["kind"] == "checkpoint"}
+    if step not in saved and not info.path.is_dir():
+        raise ConfigError(
+            f"step {step}: the run has saved no such checkpoint in '{run_dir}'.\n"
+            f"Fix: name one of its steps, which `{call(f'checkpoint ls {run_dir}')}` lists"
+        )
     row = {
         "kind": SUMMARY,
         "name": PREFIX + name,
         "step": step,
         "nonce": info.nonce,
         "mean": value,
-        "scorer": "attached",
+        "scorer": ATTACHED,
         "ts": time.time(),
     }
     _append(run_dir, [row])
