@@ -82,6 +82,17 @@ def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path):
         evaluate(tmp_path, layout.committed(tmp_path)[0], ASKED)
 
 
+def test_a_checkpoint_that_cannot_be_served_is_named_by_its_own_path(tmp_path):
+    """Not by the links that the evaluation reads."""
+
+    def refused(export: Path, *_: object) -> list[str]:
+        raise ConfigError(f"{export}/model.safetensors cannot be read")
+
+    (info,) = layout.committed(run_with(tmp_path, 10))
+    with pytest.raises(ConfigError, match=f"^{info.path}/huggingface/model.safetensors"):
+        evaluate(tmp_path, info, replace(ASKED, generate=refused))
+
+
 @pytest.mark.parametrize(
     ("right", "n", "low", "high"),
     [(0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (81, 263, 0.25529, 0.36621)],

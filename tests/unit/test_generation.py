@@ -74,6 +74,13 @@ def test_an_answer_ends_at_its_stop_token_and_keeps_the_tokens_of_the_user(
     assert engines.generate_in_vllm("", tmp_path, [[1]], 8) == [answer]
 
 
+def test_a_truncated_file_of_weights_is_named(export):
+    weights = export / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=rf"{weights} cannot be read: (.|\n)*Fix: .*export"):
+        answers(export, "add 1")
+
+
 def test_vllm_is_not_asked_for_modules_that_it_would_leave_out(export):
     settings = {"base_model_name_or_path": str(export), "r": 4, "modules_to_save": ["lm_head"]}
     (export / "adapter_config.json").write_text(json.dumps(settings))

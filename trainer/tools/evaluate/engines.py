@@ -13,10 +13,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 
 from trainer.config import ConfigError
 from trainer.data.samples import Samples
-from trainer.model.weights import whole_model
+from trainer.model.weights import stored_in, whole_model
 from trainer.runtime.environment import call
 from trainer.runtime.processes import run_in
 from trainer.tools.evaluate import vllm_engine
@@ -69,17 +70,32 @@ def load_model(
 ) -> Any:
     """Load an export with its transformers class, and its adapter unless `has_adapter` is false.
 
-    `dtype="auto"` keeps the dtype of the files.
+    `dtype="auto"` keeps the dtype of the files. Raises `ConfigError` if they cannot be read.
     """
     path, adapter = model_of(export)
     whole = whole_model(_from_files(transformers.AutoConfig, path), str(path))
     loader: Any = transformers.AutoModelForCausalLM if whole is None else type(whole)
-    model: Any = _from_files(loader, path, dtype=dtype)
-    if adapter and has_adapter:
-        from peft import PeftModel
+    try:
+        model: Any = _from_files(loader, path, dtype=dtype)
+        if adapter and has_adapter:
+            from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, export).to(model.dtype)
+            model = PeftModel.from_pretrained(model, export).to(model.dtype)
+    except SafetensorError:
+        for file in (*path.glob("*.safetensors"), *export.glob("*.safetensors")):
+            _require_readable(file)
+        raise
     return model.eval()
+
+
+def _require_readable(file: Path) -> None:
+    try:
+        stored_in(file)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}.\nFix: use another checkpoint, or write the export again with "
+            f"`checkpoint export`; `checkpoint verify` lists all damaged files"
+        ) from error
 
 
 def _from_files(loader: Any, path: Path, **options: Any) -> Any:

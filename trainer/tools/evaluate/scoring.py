@@ -89,7 +89,10 @@ def evaluate(run_dir: Path, info: Checkpoint, asked: Evaluation) -> dict[str, An
             print(f"step {info.step}: deleted before it could be scored")
             return None
         require_export(replace(info, path=directory))
-        samples = _samples(directory / layout.HUGGINGFACE, asked)
+        try:
+            samples = _samples(directory / layout.HUGGINGFACE, asked)
+        except ConfigError as error:  # it names the links, which are deleted now
+            raise ConfigError(str(error).replace(str(directory), str(info.path))) from error
         digest = fsio.sha256_of(directory / MANIFEST)
     mean, low, high = interval(sum(row["score"] > 0 for row in samples), len(samples))
     summary = {
