@@ -1,6 +1,7 @@
 """The tokens that `evaluate` asks with are those that training puts before the answer."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,19 @@ def test_a_question_may_lack_what_training_needs(asked, tmp_path, row, words, ex
     assert evaluate({"text": "a"}, words, "--prompts", str(questions)) == 0
     text = make_tokenizer().decode(jobs[0]["ids"][0])
     assert expected is None or text == expected
+
+
+def test_questions_of_a_file_need_no_base_model(asked, tmp_path):
+    """It may be gone, but the export has the tokenizer and the template of the run."""
+    run_dir, jobs, evaluate = asked
+    questions = tmp_path / "q.jsonl"
+    questions.write_text(json.dumps({"prompt": "what?", "answer": "a"}))
+    words = ("--prompts", str(questions))
+    assert evaluate({"messages": CHAT}, (), *words) == 0
+    shutil.rmtree(tmp_path / "model")
+    (run_dir / "evaluations.jsonl").unlink()
+    assert command.main([str(run_dir), "--score", "exact", "--engine", "vllm", *words]) == 0
+    assert jobs[0]["ids"] == jobs[1]["ids"]
 
 
 @pytest.mark.parametrize(

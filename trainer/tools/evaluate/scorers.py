@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint import layout
 from trainer.config import Config, ConfigError, Source, parse_recorded, sources_of
 from trainer.data.rows import UnusableError, location
 from trainer.errors import DataError
@@ -68,7 +69,7 @@ def read_questions(run_dir: Path, path: Path, *, answer_key: str) -> list[Questi
         )
     config = parse_recorded(read_config(run_dir))
     [source] = sources_of(replace(config.data, val_files=str(path)), "val_files")
-    questions = list(_questions(config, [(source, [path], None)], answer_key))
+    questions = list(_questions(run_dir, config, [(source, [path], None)], answer_key))
     if not questions:
         raise DataError(f"'{path}' has no rows")
     return questions
@@ -94,11 +95,14 @@ def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
             found.validation or found.train, validation.sources, strict=True
         )
     ]
-    return list(_questions(config, held_out, answer_key))
+    return list(_questions(run_dir, config, held_out, answer_key))
 
 
 def _questions(
-    config: Config, sources: Sequence[tuple[Source, list[Path], set[str] | None]], answer_key: str
+    run_dir: Path,
+    config: Config,
+    sources: Sequence[tuple[Source, list[Path], set[str] | None]],
+    answer_key: str,
 ) -> Iterator[Question]:
     """Yield the rows of sources as questions, with the prompts that training would make of them.
 
@@ -107,9 +111,16 @@ def _questions(
     from trainer.data.chat import RowEncoder
     from trainer.data.formats import columns_of
     from trainer.data.readers import iter_rows
-    from trainer.train.start.inputs import Encoders, source_without_weights
+    from trainer.train.start.inputs import Encoders, source_at, source_without_weights
 
-    encoders = Encoders(config, source_without_weights(config))
+    try:
+        model = source_without_weights(config)
+    except ConfigError:  # an export has the same tokenizer
+        exports = [info.path / layout.HUGGINGFACE for info in layout.committed(run_dir)]
+        if not exports:
+            raise
+        model = source_at(config, str(exports[-1]))
+    encoders = Encoders(config, model)
     for source, files, wanted in sources:
         tokenizer, _, options = encoders.encoding(source)
         encoder = RowEncoder(tokenizer, options)
