@@ -12,26 +12,27 @@ from trainer.checkpoint import layout, retention
 from trainer.checkpoint.retention import worth_keeping
 from trainer.cli import evaluate as command
 from trainer.config import ConfigError
-from trainer.runtime.evaluations import FILE_NAME, read_evaluations
+from trainer.runtime.evaluations import FILE_NAME, read_evaluations, sign_of
 from trainer.runtime.progress import History
-from trainer.tools.evaluate import programs, scorers
+from trainer.tools.evaluate import programs
 from trainer.tools.evaluate.scorers import SCORERS, Question, exact, program_of
 from trainer.tools.evaluate.scoring import Evaluation, append_result, evaluate, interval
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
 from trainer.tracking import Tracking, read_metrics
+from trainer.train.start.compose import load_config
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-QUESTIONS = [Question([{"role": "user", "content": str(i)}], i % 3, f"q:{i}") for i in range(100)]
+QUESTIONS = [Question(str(i), [i], i % 3, f"q:{i}") for i in range(100)]
 
 
 class Killed(BaseException):
     """Simulates a kill: no code after it runs."""
 
 
-def answers(export: Path, prompts: Sequence[scorers.Turns], _: int) -> list[str]:
+def answers(export: Path, prompts: Sequence[Sequence[int]], _: int) -> list[str]:
     """Stands for an engine: answer with the number modulo 4."""
-    return [str(int(turns[0]["content"]) % 4) for turns in prompts]
+    return [str(number % 4) for (number,) in prompts]
 
 
 def killed(*_: object) -> list[str]:
@@ -50,6 +51,12 @@ def run_with(root: Path, *steps: int) -> Path:
         (export / "config.json").write_text("{}")
         (export / "model.safetensors").write_bytes(b"")
     return root
+
+
+def record(run_dir: Path, *words: str) -> None:
+    """Write the configuration of a run of the quickstart's model."""
+    config = load_config(list(words)).resolved
+    (run_dir / "run.json").write_text(json.dumps({"config": config}))
 
 
 def test_after_a_kill_it_asks_again_and_writes_every_sample_once(tmp_path):
@@ -75,6 +82,17 @@ def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path):
         evaluate(tmp_path, layout.committed(tmp_path)[0], ASKED)
 
 
+def test_a_checkpoint_that_cannot_be_served_is_named_by_its_own_path(tmp_path):
+    """Not by the links that the evaluation reads."""
+
+    def refused(export: Path, *_: object) -> list[str]:
+        raise ConfigError(f"{export}/model.safetensors cannot be read")
+
+    (info,) = layout.committed(run_with(tmp_path, 10))
+    with pytest.raises(ConfigError, match=f"^{info.path}/huggingface/model.safetensors"):
+        evaluate(tmp_path, info, replace(ASKED, generate=refused))
+
+
 @pytest.mark.parametrize(
     ("right", "n", "low", "high"),
     [(0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (81, 263, 0.25529, 0.36621)],
@@ -93,10 +111,22 @@ def test_the_interval_is_wilsons(right, n, low, high):
         ("numeric", "#### 0.5", "5 of 10, 1/2", True),
         ("numeric", "#### 18", "18 then #### 17", False),
         ("numeric", "18", "none", False),
+        ("numeric", 0.00005, "0.00005", True),
+        ("numeric", 0.00005, "-5", False),
+        ("numeric", "1.5e3", "1.5E+03", True),
+        ("numeric", "-0.05", "about -5e-2 of it", True),
+        ("numeric", "1e9999999999", "9999999999", True),
+        ("numeric", "5", "2024-05", True),
+        ("numeric", "-5", "2024-05", False),
+        ("numeric", "3", "x = (5)-3", True),
+        ("numeric", "-5", "a loss of -$5", True),
+        ("numeric", "-5", "$-5", True),
+        ("numeric", "-5", "\N{MINUS SIGN}5", True),
+        ("numeric", "1/2", "x=+1/2", True),
     ],
 )
 def test_scorers(scorer, expected, answer, is_right):
-    judge = SCORERS[scorer](Question([], expected, "q:1"))
+    judge = SCORERS[scorer](Question("", [], expected, "q:1"))
     assert (judge(answer) == "") == is_right
 
 
@@ -113,6 +143,7 @@ def test_the_program_is_the_first_fenced_block(fence):
         (["--score", "exec", "--allow-code"], 65, "exec needs tests"),
         (["--score", "exact", "--engine", "vllm", "--python", "/no"], 2, "/no"),
         (["--attach", "10", "code", "nan"], 2, "--attach"),
+        (["--attach", "999", "code", "1"], 2, "step 999: the run has saved no such checkpoint"),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_written(
@@ -120,19 +151,21 @@ def test_wrong_usage_is_refused_before_anything_is_written(
 ):
     monkeypatch.setattr(programs, "require_isolation", lambda: "")
     run_dir = run_with(tmp_path / "run", 1)
+    record(run_dir)
     prompts = tmp_path / "q.jsonl"
     prompts.write_text(json.dumps({"messages": CHAT}))
     assert command.main([str(run_dir), "--prompts", str(prompts), *words]) == code
     assert said in capsys.readouterr().err and not (run_dir / FILE_NAME).exists()
 
 
-def test_rotation_spares_the_best_that_was_scored(tmp_path):
+@pytest.mark.parametrize(("name", "spared_step"), [("code", 2), ("wiki_ppl", 3), ("lossless", 2)])
+def test_rotation_spares_the_best_that_was_scored(tmp_path, name, spared_step):
     run_dir = run_with(tmp_path, 1, 2, 3, 4)
     for step, value in ((2, 0.9), (3, 0.2)):
-        append_result(run_dir, name="code", step=step, value=value)
+        append_result(run_dir, name=name, step=step, value=value)
     spared = worth_keeping(run_dir, History(), layout.committed(run_dir))
     retention.rotate(run_dir, keep=1, protect=spared)
-    assert [info.step for info in layout.committed(run_dir)] == [2, 4]
+    assert [info.step for info in layout.committed(run_dir)] == [spared_step, 4]
 
 
 @pytest.mark.parametrize(("best_step", "kept"), [(1, 2), (3, 2), (5, 4)])
@@ -143,17 +176,39 @@ def test_rotation_spares_a_checkpoint_near_the_best_validation(tmp_path, best_st
     assert worth_keeping(run_dir, history, layout.committed(run_dir)) == {kept}
 
 
-def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(tmp_path):
+def test_only_attached_results_whose_names_say_so_are_better_if_lower():
+    attached = {10: {"scorer": "attached"}}
+    lower = ("eval/perplexity", "eval/word-error_rate", "eval/Loss", "eval/ppl.wiki")
+    assert {sign_of(name, attached) for name in lower} == {-1}
+    assert {sign_of(name, attached) for name in ("eval/lossless", "eval/applied")} == {1}
+    assert sign_of("eval/error_questions", {10: {"scorer": "exact"}}) == 1
+
+
+def test_a_result_of_a_checkpoint_that_rotation_deleted_can_be_attached(tmp_path):
+    run_dir = run_with(tmp_path, 20)
+    record(run_dir, "trainer.logger=[console]")
+    event = {"ts": 1, "attempt": 1, "step": 10, "kind": "checkpoint", "level": "", "message": ""}
+    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert command.main([str(run_dir), "--attach", "10", "code", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "with_validation", "best"),
+    [("code", True, 10), ("perplexity", True, 20), ("perplexity", False, 20)],
+)
+def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(
+    tmp_path, name, with_validation, best
+):
     run_dir = run_with(tmp_path / "run", 10, 20)
     tracking = Tracking("sft", "exp", [], {}, run_dir=run_dir, total_steps=20)
     for step in range(1, 21):
         tracking.log({"train/loss": 2.0 - step / 20}, step)
-        if step % 10 == 0:
+        if step % 10 == 0 and with_validation:
             tracking.log({"val/loss": 1.5 - step / 40}, step)
     tracking.finish(0)
     for step, value in (("10", "0.75"), ("20", "0.5")):
-        assert command.main([str(run_dir), "--attach", step, "code", value]) == 0
-    logged = read_metrics(run_dir / "evaluation" / "code" / "metrics.jsonl")
-    assert [(row["step"], row["eval/code"]) for row in logged] == [(10, 0.75), (20, 0.5)]
+        assert command.main([str(run_dir), "--attach", step, name, value]) == 0
+    logged = read_metrics(run_dir / "evaluation" / name / "metrics.jsonl")
+    assert [(row["step"], row[f"eval/{name}"]) for row in logged] == [(10, 0.75), (20, 0.5)]
     found = analyse(read_run(run_dir)).generalisation
-    assert found is not None and found.recommended_step == 10
+    assert found is not None and found.recommended_step == best

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tokenizer_fixtures import make_tokenizer
 
 from trainer.config import ConfigError
 from trainer.quickstart import MODEL_DIR
+from trainer.tools.evaluate import engines
 from trainer.tools.evaluate.engines import ask_vllm, make_generate
 
 SAMPLING = {
@@ -22,7 +24,8 @@ SAMPLING = {
 
 
 def answers(export: Path, *texts: str) -> list[str]:
-    prompts = [[{"role": "user", "content": text}] for text in texts]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+    prompts = [tokenizer(text).input_ids for text in texts]
     return make_generate("transformers", "")(export, prompts, 8)
 
 
@@ -47,6 +50,35 @@ def test_code_that_comes_with_an_export_is_not_run(export, tmp_path):
     with pytest.raises(ConfigError, match="auto_map"):
         answers(export, "add 1")
     assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("<ans>alpha<|im_end|>", "<ans>alpha"),
+        ("<ans>alpha", "<ans>alpha"),
+        ("<think>a</think>b<|im_end|>\nuser", "<think>a</think>b"),
+        ("<|im_start|>a<s><|endoftext|>", "a"),
+    ],
+)
+def test_an_answer_ends_at_its_stop_token_and_keeps_the_tokens_of_the_user(
+    tmp_path, monkeypatch, written, answer
+):
+    """Tokens that the chat template writes are no part of an answer."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<ans>"]})
+    tokenizer.save_pretrained(tmp_path)
+    transformers.GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path)
+    ids = tokenizer(written, add_special_tokens=False).input_ids
+    monkeypatch.setattr(engines, "ask_vllm", lambda *_, **__: {"ids": [ids]})
+    assert engines.generate_in_vllm("", tmp_path, [[1]], 8) == [answer]
+
+
+def test_a_truncated_file_of_weights_is_named(export):
+    weights = export / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=rf"{weights} cannot be read: (.|\n)*Fix: .*export"):
+        answers(export, "add 1")
 
 
 def test_vllm_is_not_asked_for_modules_that_it_would_leave_out(export):

@@ -12,7 +12,7 @@ from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import TRASH_PREFIX, CheckpointInfo
 from trainer.checkpoint.rollback import STEPS_BEFORE_ONSET
 from trainer.errors import CannotWriteError
-from trainer.runtime.evaluations import read_summaries
+from trainer.runtime.evaluations import read_summaries, sign_of
 from trainer.runtime.progress import History
 from trainer.runtime.text import readable
 
@@ -111,9 +111,10 @@ def worth_keeping(run_dir: Path, history: History, found: list[CheckpointInfo]) 
     if history.episodes:
         onset, _ = history.episodes[-1]
         kept.update([step for step in steps if step <= onset - STEPS_BEFORE_ONSET][-1:])
-    for rows in read_summaries(run_dir).values():
+    for name, rows in read_summaries(run_dir).items():
+        sign = sign_of(name, rows)
         means = {
-            info.step: row["mean"]
+            info.step: sign * row["mean"]
             for info in found
             if (row := rows.get(info.step)) and info.nonce == row.get("nonce", "")
         }

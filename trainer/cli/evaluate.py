@@ -123,7 +123,7 @@ def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
         print(require_isolation())
     column = arguments.answer or (scorers.TESTS if is_exec else scorers.ANSWER)
     if arguments.prompts:
-        questions = scorers.read_questions(arguments.prompts, answer_key=column)
+        questions = scorers.read_questions(run_dir, arguments.prompts, answer_key=column)
     else:
         questions = scorers.held_out_questions(run_dir, answer_key=column)
     return Evaluation(

@@ -6,6 +6,7 @@ inside a span are supervised.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,16 @@ READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 Marked = Sequence[MarkedText] | Encoded | UnusableError
 """The texts of a row, its tokens if it already holds tokens, or the reason why it is unusable."""
 Result = list[Encoded] | UnusableError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model reads before the answer of a row, as text and tokens, and the answer."""
+
+    text: str
+    ids: list[int]
+    answer: str | None
+    """None if the row has none."""
 
 
 class RowEncoder:
@@ -68,6 +79,31 @@ class RowEncoder:
                 batch = []
                 num_chars = 0
         yield from self._encoded_batch(batch)
+
+    def prompt(self, row: Row) -> Prompt:
+        """Return the prompt of a row's last answer, as in training, also if the row lacks the
+        answer. Raises `UnusableError`.
+        """
+        item = self._parser.question(row)
+        lead: list[int] = []
+        if isinstance(item, Conversation):
+            template = self._template(item.tools)
+            messages = [template.with_arguments(message) for message in item.messages]
+            last = messages.pop() if messages[-1]["role"] == "assistant" else {}
+            text, _ = template.render(messages, item.tools, prompt=True) if messages else ("", [])
+            answer = last.get("content")
+        elif isinstance(item, Continuation):
+            text = item.prompt
+            answer = self._without_end(item.text)
+            lead, _ = self._text_ends
+        else:
+            raise UnusableError("no question: the row holds tokens")
+        if not text:
+            raise UnusableError("no question: the row has nothing before its answer")
+        ids = self._finder.ids(text)
+        if ids[: len(lead)] != lead:
+            ids = lead + ids
+        return Prompt(text, ids, answer or None)
 
     def _encoded_batch(self, batch: list[Marked]) -> Iterator[Result]:
         """Tokenize all texts of a batch at once, and yield the samples of each row or the reason
@@ -121,6 +157,10 @@ class RowEncoder:
             }
             template.structural_tokens.require_none({**named, "a tool definition": tools})
         renderings = Renderings(template, messages, tools)
+        if not renderings.turns:
+            raise UnusableError(
+                f"no assistant turn: {len(messages)} messages, none with role 'assistant'"
+            )
         asked = renderings.turns[-1:] if self.options.train_on == "last" else renderings.turns
         trained = [index for index in asked if index not in item.untrained]
         parts = renderings.divide(trained, self.options.turns, self.seen)
@@ -151,7 +191,7 @@ class RowEncoder:
         """Return prompt and text together, with the text as the only span. Raises
         `UnusableError`.
         """
-        text = item.text.removesuffix(str(self.tokenizer.eos_token))
+        text = self._without_end(item.text)
         if not text.strip():
             raise UnusableError("empty text: there is nothing to supervise")
         whole = item.prompt + text
@@ -159,6 +199,9 @@ class RowEncoder:
         if self.options.special_in_content == "error":
             self._special.require_none({"the text": whole})
         return MarkedText(whole, [(len(item.prompt), len(whole))])
+
+    def _without_end(self, text: str) -> str:
+        return text.removesuffix(str(self.tokenizer.eos_token))
 
     @cached_property
     def _text_ends(self) -> tuple[list[int], int]:

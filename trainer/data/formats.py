@@ -110,6 +110,27 @@ class RowParser:
         self._seen.unread_columns.update([*unread, *row.unread])
         return item
 
+    def question(self, row: Row) -> Item:
+        """Return the item of a row that may have no answer: `prompt` alone is a question. Raises
+        `UnusableError`.
+        """
+        try:
+            return self.parse(row)
+        except UnusableError:
+            if row.problem is not None:
+                raise
+            key = self._keys.messages_key
+            turns = _lookup(row.record, key)
+            prompt = row.record.get("prompt")
+            if turns is None and not isinstance(prompt, str):
+                raise
+        if turns is not None:
+            messages, _ = _from_turns(row.record, key, turns)
+            return self._conversation(row.record, messages)
+        if self._keys.text_key is not None or not self._tokenizer.chat_template:
+            return Continuation(prompt, "")
+        return self._conversation(row.record, [_message("user", prompt)])
+
     def _recognised(self, row: Row) -> Recognised:
         """Try the formats in the order that docs/data.md lists. Raises `UnusableError`."""
         record = row.record
@@ -160,10 +181,6 @@ class RowParser:
         messages = [_checked_message(message, index) for index, message in enumerate(given)]
         trained = [_is_trained(message, index) for index, message in enumerate(messages)]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
-            raise UnusableError(
-                f"no assistant turn: {len(messages)} messages, none with role 'assistant'"
-            )
         untrained = frozenset(i for i in turns if i < num_given or not trained[i])
         tools = _tools(_lookup(record, self._keys.tools_key), self._keys.tools_key)
         return Conversation(messages, tools, untrained)

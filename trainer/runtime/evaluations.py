@@ -1,12 +1,14 @@
 """Reads a run's `evaluations.jsonl`: the scores of its checkpoints.
 
 Each line is one object. An object of kind "sample" holds `name` and `step` of the evaluation, and
-`key`, `index`, `prompt`, `answer`, `completion`, `score`, `reason`. An object of kind "summary"
-follows after all samples, or records a result from elsewhere. It holds `name` (such as
-`eval/gsm8k`), `step`, `key`, `nonce` and `digest` of the checkpoint, `mean`, `low`, `high` (95 %),
-`n`, `scorer`, `engine`, and how the result was made. The last summary of a name and step counts.
+`key`, `index`, `prompt` (the text that the model read), `answer`, `completion`, `score`, `reason`.
+An object of kind "summary" follows after all samples, or records a result from elsewhere. It holds
+`name` (such as `eval/gsm8k`), `step`, `key`, `nonce` and `digest` of the checkpoint, `mean`, `low`,
+`high` (95 %), `n`, `scorer`, `engine`, and how the result was made. The last summary of a name and
+step counts.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ SUMMARY = "summary"
 PREFIX = "eval/"
 SUCCESS_RATE = "exec_success_rate"
 EXEC = "exec"
+ATTACHED = "attached"
+LOWER = re.compile(r"(?<![a-z])(loss|ppl|perplexity|error)(?![a-z])", re.IGNORECASE)
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
@@ -52,3 +56,11 @@ def deciding(names: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str | None
     ]
     found = programs if len(programs) == 1 else list(names)
     return found[0] if len(found) == 1 else None
+
+
+def sign_of(name: str, rows: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return -1 if lower results are better, as the name of a result from elsewhere may say, else
+    1.
+    """
+    is_attached = all(row.get("scorer") == ATTACHED for row in rows.values())
+    return -1 if is_attached and LOWER.search(name) else 1

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,14 +13,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 
 from trainer.config import ConfigError
 from trainer.data.samples import Samples
-from trainer.model.weights import whole_model
+from trainer.model.weights import stored_in, whole_model
 from trainer.runtime.environment import call
 from trainer.runtime.processes import run_in
 from trainer.tools.evaluate import vllm_engine
-from trainer.tools.evaluate.scorers import Turns
 
 VLLM = "vllm"
 PEFT_CONFIG = "adapter_config.json"
@@ -28,8 +29,10 @@ NUM_LOG_LINES = 12
 BATCH = 32
 """The number of prompts in one batch of transformers."""
 
-Generate = Callable[[Path, Sequence[Turns], int], list[str]]
-"""Takes an export, prompts and the maximum number of new tokens. Returns the answers."""
+Generate = Callable[[Path, Sequence[Sequence[int]], int], list[str]]
+"""Takes an export, the tokens of prompts and the maximum number of new tokens. Returns the
+answers.
+"""
 
 
 def make_generate(engine: str, python: str) -> Generate:
@@ -67,17 +70,32 @@ def load_model(
 ) -> Any:
     """Load an export with its transformers class, and its adapter unless `has_adapter` is false.
 
-    `dtype="auto"` keeps the dtype of the files.
+    `dtype="auto"` keeps the dtype of the files. Raises `ConfigError` if they cannot be read.
     """
     path, adapter = model_of(export)
     whole = whole_model(_from_files(transformers.AutoConfig, path), str(path))
     loader: Any = transformers.AutoModelForCausalLM if whole is None else type(whole)
-    model: Any = _from_files(loader, path, dtype=dtype)
-    if adapter and has_adapter:
-        from peft import PeftModel
+    try:
+        model: Any = _from_files(loader, path, dtype=dtype)
+        if adapter and has_adapter:
+            from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, export).to(model.dtype)
+            model = PeftModel.from_pretrained(model, export).to(model.dtype)
+    except SafetensorError:
+        for file in (*path.glob("*.safetensors"), *export.glob("*.safetensors")):
+            _require_readable(file)
+        raise
     return model.eval()
+
+
+def _require_readable(file: Path) -> None:
+    try:
+        stored_in(file)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}.\nFix: use another checkpoint, or write the export again with "
+            f"`checkpoint export`; `checkpoint verify` lists all damaged files"
+        ) from error
 
 
 def _from_files(loader: Any, path: Path, **options: Any) -> Any:
@@ -171,43 +189,32 @@ def require_vllm(python: str) -> None:
 
 
 class _Chat:
-    """Converts prompts to token ids and answers to text, with the tokenizer and chat template of
-    the export.
-    """
+    """Converts answers to text, with the tokenizer of the export."""
 
     def __init__(self, export: Path) -> None:
         self.tokenizer: Any = _from_files(transformers.AutoTokenizer, export)
         ends = transformers.GenerationConfig.from_pretrained(export).eos_token_id
         all_ends = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self.stop_ids = sorted(all_ends - {None})
-
-    def ids(self, turns: Turns) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Raises `ConfigError` for several messages if the export has no chat template.
-        """
-        if self.tokenizer.chat_template is not None:
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                list(turns), add_generation_prompt=True, return_dict=False
-            )
-            return ids
-        if len(turns) > 1:
-            raise ConfigError(
-                "the model has no chat template, so it cannot answer a list of messages.\n"
-                "Fix: ask with rows of `prompt`, or train with data.chat_template"
-            )
-        return list(self.tokenizer(turns[0]["content"]).input_ids)
+        source = str(self.tokenizer.chat_template)
+        named = (self.tokenizer.bos_token_id, self.tokenizer.pad_token_id)
+        self._around = {
+            number
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special and (number in named or token.content in source)
+        }
+        """Special tokens that stand around answers, not in them."""
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer, without special tokens."""
-        return str(
-            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        """Return the text of an answer, which ends before the first stop token."""
+        own = takewhile(lambda number: number not in self.stop_ids, ids)
+        kept = [number for number in own if number not in self._around]
+        return str(self.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
 
 
 @torch.no_grad()
 def generate_in_transformers(
-    export: Path, prompts: Sequence[Turns], max_new_tokens: int
+    export: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[str]:
     """Return the answers of transformers, to `BATCH` prompts at a time, padded on the left."""
     transformers.logging.disable_progress_bar()
@@ -225,9 +232,8 @@ def generate_in_transformers(
     )
     answers: list[str] = []
     for start in range(0, len(prompts), BATCH):
-        rows = [chat.ids(turns) for turns in prompts[start : start + BATCH]]
         padded = chat.tokenizer.pad(
-            {"input_ids": rows},
+            {"input_ids": [*map(list, prompts[start : start + BATCH])]},
             padding_side="left",
             return_attention_mask=True,
             return_tensors="pt",
@@ -239,12 +245,12 @@ def generate_in_transformers(
 
 
 def generate_in_vllm(
-    python: str, export: Path, prompts: Sequence[Turns], max_new_tokens: int
+    python: str, export: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[str]:
     """Return vLLM's answers."""
     chat = _Chat(export)
     job = {
-        "ids": [chat.ids(turns) for turns in prompts],
+        "ids": [*map(list, prompts)],
         "max_new_tokens": max_new_tokens,
         "stop_ids": chat.stop_ids,
     }

@@ -4,40 +4,43 @@ The functions that read questions import what is slow, so that the command line 
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError, parse_recorded
-from trainer.data.rows import location
+from trainer.checkpoint import layout
+from trainer.config import Config, ConfigError, Source, parse_recorded, sources_of
+from trainer.data.rows import UnusableError, location
 from trainer.errors import DataError
 from trainer.runtime.evaluations import EXEC
 from trainer.tools.evaluate.programs import run_tests
 
-MESSAGES = "messages"
 PROMPT = "prompt"
 ANSWER = "answer"
 TESTS = "tests"
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
+NUMBER = re.compile(
+    r"((?:(?<![\w)])[-+])?)[$€£¥]?"  # a hyphen after a number or word is no sign
+    r"((?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|[eE][-+]?\d{1,3}(?!\d))?)"
+)
+"""Sign and value. Longer exponents are none, because their numbers would not fit in memory."""
 FINAL = "####"
 """The mark that precedes the final answer in GSM8K."""
 FENCED = re.compile(r"```[^`\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
-
-Turns = Sequence[Mapping[str, Any]]
-"""Messages, the last of which the model answers."""
 
 
 @dataclass(frozen=True)
 class Question:
     """A question that was read from one row of a file.
 
-    `expected` is the value in the row's answer column; if the row has none, it is the assistant
-    turn that follows the question. `place` is `file:line`.
+    `ids` are the tokens of `prompt`. `expected` is the value in the row's answer column; if the row
+    has none, it is the answer that training would teach. `place` is `file:line`.
     """
 
-    turns: Turns
+    prompt: str
+    ids: Sequence[int]
     expected: Any
     place: str
 
@@ -52,17 +55,21 @@ score.
 """
 
 
-def read_questions(path: Path, *, answer_key: str) -> list[Question]:
-    """Return a question for every row of a file.
+def read_questions(run_dir: Path, path: Path, *, answer_key: str) -> list[Question]:
+    """Return a question for every row of a file, read as the files in `data.train_files`.
 
     Raises `ConfigError` if the file is missing, `DataError` if it has no rows or an unusable row.
     """
+    from trainer.tracking.run_info import read_config
+
     if not path.is_file():
         raise ConfigError(
             f"--prompts: there is no file '{path}'.\n"
-            f"Fix: a file with rows of {MESSAGES} or {PROMPT} (.jsonl, .json, .parquet)"
+            f"Fix: a file with rows of messages or {PROMPT} (.jsonl, .json, .parquet)"
         )
-    questions = list(_questions(path, answer_key))
+    config = parse_recorded(read_config(run_dir))
+    [source] = sources_of(replace(config.data, val_files=str(path)), "val_files")
+    questions = list(_questions(run_dir, config, [(source, [path], None)], answer_key))
     if not questions:
         raise DataError(f"'{path}' has no rows")
     return questions
@@ -75,47 +82,66 @@ def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
     """
     from trainer.tracking.run_info import read_config
     from trainer.train.start.inputs import prepare_data_alone
+    from trainer.train.start.preflight import find_files
 
-    validation = prepare_data_alone(parse_recorded(read_config(run_dir))).validation
+    config = parse_recorded(read_config(run_dir))
+    validation = prepare_data_alone(config).validation
     if validation is None:
         raise ConfigError("the run holds out no rows for validation.\nFix: add --prompts FILE")
-    places = dict.fromkeys(validation.location(index) for index in range(len(validation)))
-    files = dict.fromkeys(place.rpartition(":")[0] for place in places)
-    return [question for file in files for question in _questions(Path(file), answer_key, places)]
+    found = find_files(config)
+    held_out = [
+        (source, files, set(map(samples.dataset.location, samples.samples)))
+        for (source, files), samples in zip(
+            found.validation or found.train, validation.sources, strict=True
+        )
+    ]
+    return list(_questions(run_dir, config, held_out, answer_key))
 
 
 def _questions(
-    path: Path, answer_key: str, wanted: Collection[str] | None = None
+    run_dir: Path,
+    config: Config,
+    sources: Sequence[tuple[Source, list[Path], set[str] | None]],
+    answer_key: str,
 ) -> Iterator[Question]:
+    """Yield the rows of sources as questions, with the prompts that training would make of them.
+
+    A source comes with its files and the places of the rows to ask, None for all.
+    """
+    from trainer.data.chat import RowEncoder
+    from trainer.data.formats import columns_of
     from trainer.data.readers import iter_rows
+    from trainer.train.start.inputs import Encoders, source_at, source_without_weights
 
-    for row in iter_rows(path, (MESSAGES, PROMPT, answer_key)):
-        place = location(path, row.line)
-        if wanted is not None and place not in wanted:
-            continue
-        if row.problem is not None:
-            raise DataError(f"{place}: {row.problem}")
-        yield _question(row.record, answer_key, place)
-
-
-def _question(row: Any, answer_key: str, place: str) -> Question:
-    turns = row.get(MESSAGES)
-    if isinstance(row.get(PROMPT), str):
-        turns = [{"role": "user", "content": row[PROMPT]}]
-    is_chat = isinstance(turns, list) and all(
-        isinstance(turn, dict) and "role" in turn for turn in turns
-    )
-    expected = row.get(answer_key)
-    if is_chat and turns and turns[-1]["role"] == "assistant":
-        if expected is None and answer_key == ANSWER:
-            expected = turns[-1].get("content")
-        turns = turns[:-1]
-    if not is_chat or not turns:
-        raise DataError(
-            f"{place}: the row has no question.\n"
-            f"Fix: give it {PROMPT} (text) or {MESSAGES} (a list of role and content)"
-        )
-    return Question(turns, expected, place)
+    try:
+        model = source_without_weights(config)
+    except ConfigError:  # an export has the same tokenizer
+        exports = [info.path / layout.HUGGINGFACE for info in layout.committed(run_dir)]
+        if not exports:
+            raise
+        model = source_at(config, str(exports[-1]))
+    encoders = Encoders(config, model)
+    for source, files, wanted in sources:
+        tokenizer, _, options = encoders.encoding(source)
+        encoder = RowEncoder(tokenizer, options)
+        keys = source.keys
+        columns = (*columns_of(keys), keys.messages_key, keys.tools_key, PROMPT, answer_key)
+        rows = chain.from_iterable(iter_rows(path, tuple(dict.fromkeys(columns))) for path in files)
+        for row in rows:
+            place = location(row.file, row.line)
+            if wanted is not None and place not in wanted:
+                continue
+            try:
+                prompt = encoder.prompt(row)
+            except UnusableError as error:
+                raise DataError(
+                    f"{place}: {error}.\nFix: repair the row; a question has {PROMPT} (text) or "
+                    f"messages (a list of role and content)"
+                ) from error
+            expected = row.record.get(answer_key)
+            if expected is None and answer_key == ANSWER:
+                expected = prompt.answer
+            yield Question(prompt.text, prompt.ids, expected, place)
 
 
 def exact(question: Question) -> Judge:
@@ -173,8 +199,8 @@ def _text(question: Question) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    found = NUMBER.findall(text.rpartition(FINAL)[2])
+    found = NUMBER.findall(text.rpartition(FINAL)[2].replace("\N{MINUS SIGN}", "-"))
     try:
-        return Fraction(found[-1].replace(",", "")) if found else None
+        return Fraction("".join(found[-1]).replace(",", "")) if found else None
     except (ValueError, ZeroDivisionError):
         return None

@@ -17,7 +17,9 @@ from trainer.checkpoint.layout import Checkpoint
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.reading import pinned
 from trainer.config import ConfigError, parse_recorded
+from trainer.runtime.environment import call
 from trainer.runtime.evaluations import (
+    ATTACHED,
     EXEC,
     FILE_NAME,
     PREFIX,
@@ -30,7 +32,8 @@ from trainer.runtime.evaluations import (
 from trainer.runtime.json_lines import AppendFile, strict
 from trainer.tools.evaluate.engines import Generate
 from trainer.tools.evaluate.scorers import Judge, Question
-from trainer.tracking import Tracking, metrics_file, read_metrics, run_info
+from trainer.tracking import Tracking, events_file, metrics_file, read_metrics, run_info
+from trainer.tracking.events_file import read_events
 
 DIRECTORY = "evaluation"
 Z = 1.959964
@@ -51,7 +54,7 @@ class Evaluation:
 
     def key(self, nonce: str | None) -> str:
         """Return an identifier that is unique to this evaluation of the checkpoint with `nonce`."""
-        questions = [[question.turns, question.expected] for question in self.questions]
+        questions = [[question.ids, question.expected] for question in self.questions]
         parts = [nonce, self.name, questions, self.scorer, self.engine, self.max_new_tokens]
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -86,7 +89,10 @@ def evaluate(run_dir: Path, info: Checkpoint, asked: Evaluation) -> dict[str, An
             print(f"step {info.step}: deleted before it could be scored")
             return None
         require_export(replace(info, path=directory))
-        samples = _samples(directory / layout.HUGGINGFACE, asked)
+        try:
+            samples = _samples(directory / layout.HUGGINGFACE, asked)
+        except ConfigError as error:  # it names the links, which are deleted now
+            raise ConfigError(str(error).replace(str(directory), str(info.path))) from error
         digest = fsio.sha256_of(directory / MANIFEST)
     mean, low, high = interval(sum(row["score"] > 0 for row in samples), len(samples))
     summary = {
@@ -110,15 +116,25 @@ def evaluate(run_dir: Path, info: Checkpoint, asked: Evaluation) -> dict[str, An
 
 
 def append_result(run_dir: Path, *, name: str, step: int, value: float) -> None:
-    """Record a result that a different program measured."""
+    """Record a result that a different program measured.
+
+    Raises `ConfigError` if the run has saved no checkpoint at this step.
+    """
     info = layout.inspect(run_dir / layout.step_dir_name(step))
+    events = read_events(run_dir / events_file.FILE_NAME)
+    saved = {row["step"] for row in events if row["kind"] == "checkpoint"}
+    if step not in saved and not info.path.is_dir():
+        raise ConfigError(
+            f"step {step}: the run has saved no such checkpoint in '{run_dir}'.\n"
+            f"Fix: name one of its steps, which `{call(f'checkpoint ls {run_dir}')}` lists"
+        )
     row = {
         "kind": SUMMARY,
         "name": PREFIX + name,
         "step": step,
         "nonce": info.nonce,
         "mean": value,
-        "scorer": "attached",
+        "scorer": ATTACHED,
         "ts": time.time(),
     }
     _append(run_dir, [row])
@@ -133,7 +149,7 @@ def _append(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
     """Ask all questions, and return a scored row for each."""
-    prompts = [question.turns for question in asked.questions]
+    prompts = [question.ids for question in asked.questions]
     answers = asked.generate(export, prompts, asked.max_new_tokens)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         reasons = pool.map(lambda judge, answer: judge(answer), asked.judges, answers)
@@ -143,7 +159,7 @@ def _samples(export: Path, asked: Evaluation) -> list[dict[str, Any]]:
             "kind": SAMPLE,
             "name": asked.name,
             "index": index,
-            "prompt": question.turns,
+            "prompt": question.prompt,
             "answer": question.expected,
             "completion": answer,
             "score": 0.0 if reason else 1.0,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.runtime.evaluations import deciding
+from trainer.runtime.evaluations import deciding, sign_of
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
 from trainer.tools.report.checks import Findings, fail, finding, warn
 from trainer.tools.report.checks_curves import rise_of
@@ -86,12 +86,13 @@ def _measured(run: AnalysedRun) -> Criterion | None:
 
 
 def _evaluated(run: AnalysedRun) -> Criterion | None:
-    """Return the results of the evaluation that selects the checkpoint; higher is better."""
+    """Return the results of the evaluation that selects the checkpoint."""
     name = deciding(run.log.evaluations)
     if name is None:
         return None
     rows = run.log.evaluations[name]
-    return Criterion(name, {step: float(rows[step]["mean"]) for step in sorted(rows)})
+    values = {step: float(rows[step]["mean"]) for step in sorted(rows)}
+    return Criterion(name, values, sign_of(name, rows))
 
 
 def generalisation(run: AnalysedRun) -> Generalisation | None:
@@ -108,7 +109,7 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
         return None
     values = measured.values
     verdicts = {}
-    if measured.sign < 0:
+    if measured.sign < 0 and measured is not evaluated:
         trained = _trained(run, run.find("val_loss")).tolist()
         told = judge_validations(list(values.values()), trained)
         verdicts = dict(zip(values, told, strict=True))
