@@ -52,6 +52,7 @@ MEANT = {
     "MODEL": "model",
     "RUN_DIR": str(RUN),
     "global_step_N": "global_step_2",
+    "--attach 500": "--attach 2",
     "/data/phase1/": "data/",
 }
 """What a reader puts in the place of the pages' words."""
