@@ -109,17 +109,19 @@ def test_the_mirror_of_another_run_is_refused_at_the_start_and_by_an_upload(run_
     assert storage.store == before
 
 
-def test_two_runs_with_equal_names_never_overwrite_each_others_mirror(run_dir, tmp_path):
-    """Both start before one has a checkpoint, or the second one trained without a mirror first."""
+def test_a_run_that_was_mirrored_elsewhere_does_not_overwrite_a_mirror_of_its_name(
+    run_dir, tmp_path
+):
+    """A directory without an id is not refused: a power cut may have lost it."""
     storage = FaultyStorage()
     other = tmp_path / "other"
     restored(run_dir, storage)
-    restored(other, storage)
     save(run_dir, 2, 4)
     uploader(run_dir, storage).sync()
     other.mkdir()
     commit(other, 6, nonce="other")
     layout.publish(other, 6)
+    uploader(other, FaultyStorage()).sync()
     before = dict(storage.store)
     for act in (lambda: restored(other, storage), uploader(other, storage).sync):
         with pytest.raises(ConfigError, match="belongs to another run of the same name"):

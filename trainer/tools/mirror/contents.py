@@ -83,8 +83,8 @@ def claim(trainer: TrainerConfig, storage: Storage) -> str:
     """Write names and a random id of the run into a new mirror, and return the id.
 
     The id tells runs with equal names apart. A run directory learns it once it has a checkpoint:
-    until then, the run can still continue from the mirror's. A directory or a mirror without the
-    id, from an older version or after a copy, is known by a checkpoint that both have.
+    until then, the run can still continue from the mirror's. A directory with another id is refused
+    unless it has a checkpoint of the mirror.
 
     Raises `ConfigError` if the mirror belongs to a different run or is the run directory, and
     `StorageError`.
@@ -118,7 +118,9 @@ def claim(trainer: TrainerConfig, storage: Storage) -> str:
     own_id = read_object(run_dir / STATE).get("id")
     run_id = found.get("id") or own_id or uuid.uuid4().hex
     nonces = {info.nonce for info in layout.committed(run_dir)}
-    if not is_named or (nonces and found.get("id") not in (None, own_id)):
+    # a power cut may have lost the directory's id, so a directory without one is not refused
+    is_foreign = own_id is not None and found.get("id") not in (None, own_id)
+    if not is_named or (nonces and is_foreign):
         held = look(storage)
         is_shared = any(manifest.nonce in nonces for manifest in held.whole.values())
         if (held.whole or held.incomplete) and not is_shared:
