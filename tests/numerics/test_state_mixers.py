@@ -204,15 +204,16 @@ def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, seq_idx=None, **kwargs
     return torch.cat(outputs, dim=1)
 
 
-def other_dtype(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("expected mat1 and mat2 to have the same dtype")
+def failing(*_: Any, **__: Any) -> Any:
+    """Fail as a kernel does on another dtype, on tensors of the CPU, or on fake tensors."""
+    raise RuntimeError("the kernel cannot take these tensors")
 
 
 def other_values(projected: torch.Tensor, *_: Any, outproj_weight: torch.Tensor, **__: Any) -> Any:
     return projected[..., : outproj_weight.shape[1]] @ outproj_weight.T
 
 
-@pytest.mark.parametrize("fused", [other_dtype, other_values])
+@pytest.mark.parametrize("fused", [failing, other_values])
 def test_the_self_check_runs_the_kernel_that_training_runs(tmp_path, fused):
     """Mamba has a kernel for training alone. Where it fails, transformers' own code trains."""
     source = write_model_config(tmp_path, "bamba", **family_settings("bamba"))
@@ -231,19 +232,11 @@ def test_a_family_without_functions_of_packages_has_none(tmp_path):
     assert (package_kinds(model), kernel_kinds(model)) == ([], [])
 
 
-def needs_a_card(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("Expected x.is_cuda() to be true, but got false.")
-
-
 def test_a_cpu_run_does_not_use_the_kernels_of_a_gpu(hybrid):
     looped, _, _ = run_ranks(step_with_kernels, 1, hybrid, {}, [])[0]
-    found, kinds, _ = run_ranks(step_with_kernels, 1, hybrid, {}, [needs_a_card] * 2)[0]
+    found, kinds, _ = run_ranks(step_with_kernels, 1, hybrid, {}, [failing] * 2)[0]
     assert kinds == []
     assert found[0] == looped[0] and worst(found, looped) == 0
-
-
-def on_real_tensors_only(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("a kernel cannot run on fake tensors")
 
 
 def planned_gib(_: Any, words: list[str], kernels: list[Any]) -> float:
@@ -255,7 +248,7 @@ def planned_gib(_: Any, words: list[str], kernels: list[Any]) -> float:
 def test_a_plan_needs_no_kernel(hybrid):
     """Installed kernels do not run on the plan's fake tensors; it counts the references."""
     words = [f"model.partial_pretrain={hybrid.path}", "data.max_length=64"]
-    kernels = [on_real_tensors_only] * 2
+    kernels = [failing] * 2
     bare, installed = (
         run_ranks(planned_gib, 1, words, functions)[0] for functions in ([], kernels)
     )

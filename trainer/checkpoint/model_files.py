@@ -50,8 +50,9 @@ def _found(directory: Path, patterns: tuple[str, ...]) -> set[Path]:
 class ModelFiles:
     """The small files of a model directory.
 
-    contents: relative path -> bytes of every file that an export needs, except weights; weights: name ->
-    size in bytes, `mtime` and `ctime` in ns of each weight file. A `ctime` cannot be set back.
+    contents: relative path -> bytes of every file that an export needs, except weights;
+    weights: name -> size in bytes, `mtime` and `ctime` in ns of each weight file. A `ctime` cannot
+    be set back.
     """
 
     directory: Path

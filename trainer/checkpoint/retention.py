@@ -100,8 +100,8 @@ def newest(steps: list[int], keep: int, pointed: int | None) -> list[int]:
 def worth_keeping(run_dir: Path, history: History, found: list[CheckpointInfo]) -> set[int]:
     """Return the steps of `found` (sorted by step) that rotation must not delete.
 
-    These are the newest checkpoint up to the best validation (if there is none, the first after it),
-    the newest well before the last trouble, and the best checkpoint of each evaluation.
+    These are the newest checkpoint up to the best validation (or the first after it, if there is
+    none), the newest well before the last trouble, and the best checkpoint of each evaluation.
     """
     steps = [info.step for info in found]
     kept = set()

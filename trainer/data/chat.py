@@ -31,7 +31,7 @@ Result = list[Encoded] | UnusableError
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model reads before the answer of a row, as text and tokens, and the answer."""
+    """The text before the answer of a row, its tokens, and the answer."""
 
     text: str
     ids: list[int]

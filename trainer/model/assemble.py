@@ -97,9 +97,9 @@ def _require_splittable(design: Design, size: int) -> None:
 def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
     """Give the designed model its weights and run the self-check. Collective.
 
-    Where it fails, try again with less: without the kernels' document bounds, without the packages'
-    kernels, one document per forward pass. Raise `ConfigError` if loss or gradient still differs from
-    that of transformers' own forward pass.
+    If it fails, try again with less: first without the document bounds of packages' kernels, then
+    without these kernels, then with one document per forward pass. Raise `ConfigError` if loss or
+    gradient still differs from that of transformers' own forward pass.
     """
     config = design.config
     source = design.source

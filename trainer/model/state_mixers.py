@@ -205,14 +205,13 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
     Mamba has another kernel for training. Nothing in these modules is drawn at random.
     """
     mixers = [module for module in _mixers(model) if _replaceable(module)]
-    before = [module.training for module in mixers]
     for module in mixers:
         module.training = True
     try:
         yield
     finally:
-        for module, was_training in zip(mixers, before, strict=True):
-            module.training = was_training
+        for module in mixers:
+            module.training = False
 
 
 def _code(module: nn.Module) -> types.CodeType:

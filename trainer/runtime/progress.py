@@ -76,6 +76,11 @@ class Rollbacks:
         return frozenset(skipped)
 
     @property
+    def discarded_nonces(self) -> frozenset[str]:
+        """Nonces of the checkpoints that do not belong to the run any more."""
+        return frozenset(nonce for entry in self.entries for nonce in entry.discarded)
+
+    @property
     def lr_factor(self) -> float:
         """Factor of the learning rate, halved each time training fails again at the same steps."""
         num_repeats = sum(

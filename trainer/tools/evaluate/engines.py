@@ -188,7 +188,7 @@ def require_vllm(python: str) -> None:
     )
 
 
-class _Chat:
+class _AnswerReader:
     """Converts answers to text, with the tokenizer of the export."""
 
     def __init__(self, export: Path) -> None:
@@ -219,20 +219,20 @@ def generate_in_transformers(
     """Return the answers of transformers, to `BATCH` prompts at a time, padded on the left."""
     transformers.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    chat = _Chat(export)
+    reader = _AnswerReader(export)
     model = load_model(export, dtype="auto").to(device)
-    if chat.tokenizer.pad_token_id is None:
-        chat.tokenizer.pad_token_id = chat.stop_ids[0]
+    if reader.tokenizer.pad_token_id is None:
+        reader.tokenizer.pad_token_id = reader.stop_ids[0]
     # replaces the model's own settings, which would otherwise apply to everything not set here
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
-        eos_token_id=chat.stop_ids,
-        pad_token_id=chat.tokenizer.pad_token_id,
+        eos_token_id=reader.stop_ids,
+        pad_token_id=reader.tokenizer.pad_token_id,
     )
     answers: list[str] = []
     for start in range(0, len(prompts), BATCH):
-        padded = chat.tokenizer.pad(
+        padded = reader.tokenizer.pad(
             {"input_ids": [*map(list, prompts[start : start + BATCH])]},
             padding_side="left",
             return_attention_mask=True,
@@ -240,7 +240,7 @@ def generate_in_transformers(
         ).to(device)
         width = padded["input_ids"].shape[1]
         generated = model.generate(**padded)
-        answers += [chat.text(row) for row in generated[:, width:].tolist()]
+        answers += [reader.text(row) for row in generated[:, width:].tolist()]
     return answers
 
 
@@ -248,11 +248,11 @@ def generate_in_vllm(
     python: str, export: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[str]:
     """Return vLLM's answers."""
-    chat = _Chat(export)
+    reader = _AnswerReader(export)
     job = {
         "ids": [*map(list, prompts)],
         "max_new_tokens": max_new_tokens,
-        "stop_ids": chat.stop_ids,
+        "stop_ids": reader.stop_ids,
     }
     answer = ask_vllm(export, job, python=python)
-    return [chat.text(ids) for ids in answer["ids"]]
+    return [reader.text(ids) for ids in answer["ids"]]

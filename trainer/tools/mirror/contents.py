@@ -119,7 +119,7 @@ def claim(trainer: TrainerConfig, storage: Storage) -> str:
     run_id = found.get("id") or own_id or uuid.uuid4().hex
     nonces = {info.nonce for info in layout.committed(run_dir)}
     # a power cut may have lost the directory's id, so a directory without one is not refused
-    is_foreign = own_id is not None and found.get("id") not in (None, own_id)
+    is_foreign = own_id not in (None, run_id)
     if not is_named or (nonces and is_foreign):
         held = look(storage)
         is_shared = any(manifest.nonce in nonces for manifest in held.whole.values())
@@ -146,7 +146,7 @@ def claim(trainer: TrainerConfig, storage: Storage) -> str:
 def note(run_dir: Path, storage: Storage, **changes: object) -> None:
     """Record what is known of the mirror in the run directory, for `checkpoint ls` too."""
     path = run_dir / STATE
-    state = {"steps": [], **read_object(path), "url": storage.url, **changes}
+    state = {"steps": [], **read_object(run_dir / STATE), "url": storage.url, **changes}
     with suppress(OSError):
         atomic_write(path, json.dumps(state))
 

@@ -122,8 +122,7 @@ class Uploader:
         results = self._results()
         local = {info.step: info for info in layout.committed(self._run_dir)}
         pointer = layout.read_pointer(self._run_dir).step
-        rollbacks = rollback.read(self._run_dir).entries
-        discarded = {nonce for entry in rollbacks for nonce in entry.discarded}
+        discarded = rollback.read(self._run_dir).discarded_nonces
         if pointer is None or pointer not in local or local[pointer].nonce in discarded:
             return  # without a checkpoint, or in the middle of a rollback
         held = look(self._storage)
@@ -219,7 +218,7 @@ class Uploader:
                     f"{name} has {sizes.get(name, 0)} bytes in storage, but {record.size_bytes} were sent"
                 )
 
-    def _rotate(self, held: MirrorState, pointer: int, discarded: set[str]) -> list[int]:
+    def _rotate(self, held: MirrorState, pointer: int, discarded: frozenset[str]) -> list[int]:
         """Remove rolled back, old and incomplete checkpoints, and return the steps that stay.
 
         Call this once the pointer's checkpoint is complete in the mirror.

@@ -98,10 +98,8 @@ def _log_end(setup: RunSetup, run: Run) -> None:
             fix = "in the next run, set trainer.save_freq to the value of trainer.test_freq"
             if mirror := setup.config.trainer.checkpoint.mirror:
                 fix = f"copy {name} from the mirror {mirror}, if it is there"
-            text += (
-                f"\n  {setup.run_dir} has no {name}, so the model below is that of step {step:,}. "
-            )
-            text += f"Fix: {fix}"
+            last = f"so the model below is that of step {step:,}"
+            text += f"\n  {setup.run_dir} has no {name}, {last}. Fix: {fix}"
     logger.info(labelled("done", text))
     export = setup.run_dir / step_dir_name(step) / HUGGINGFACE
     if not any(export.glob("*.safetensors")):

@@ -10,7 +10,6 @@ from trainer.config import ConfigError
 from trainer.runtime.evaluations import read_summaries
 from trainer.runtime.heartbeat import is_live
 from trainer.runtime.json_lines import JsonLines, flat, read_object
-from trainer.runtime.progress import Rollback
 from trainer.tools.report.readers.parsing import as_step
 from trainer.tools.report.readers.store import Store
 from trainer.tools.report.run_log import LogEvent, ServingCheck
@@ -60,10 +59,9 @@ def _currency(run_dir: Path) -> Callable[[Mapping[str, Any]], bool]:
     of its step now has a different one. Rotation discards no results. Results without a nonce count.
     """
     saved = {info.step: info.nonce for info in layout.committed(run_dir)}
-    entries: tuple[Rollback, ...] = ()
+    discarded: frozenset[str] = frozenset()
     with suppress(ConfigError):  # a start refuses a record that cannot be read
-        entries = rollback.read(run_dir).entries
-    discarded = [nonce for entry in entries for nonce in entry.discarded]
+        discarded = rollback.read(run_dir).discarded_nonces
 
     def is_current(row: Mapping[str, Any]) -> bool:
         nonce = row.get("nonce")
