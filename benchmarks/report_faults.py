@@ -66,7 +66,7 @@ def rates(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Counts, each with what it is out of."""
     healthy = [outcome for outcome in outcomes if outcome.fault == HEALTHY]
     faulty = [outcome for outcome in outcomes if outcome.fault != HEALTHY]
-    placed = [outcome for outcome in faulty if outcome.has_onset]
+    placed = [outcome.is_placed for outcome in faulty if outcome.is_placed is not None]
     verdicts = {
         verdict.lower(): sum(outcome.verdict == verdict for outcome in healthy)
         for verdict in ("FAIL", "ATTENTION")
@@ -78,7 +78,7 @@ def rates(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "found": sum(outcome.is_found for outcome in faulty),
         "shown_first": sum(outcome.is_first for outcome in faulty),
         "with_onset": len(placed),
-        "onset_right": sum(outcome.is_placed for outcome in placed),
+        "onset_right": sum(placed),
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from grpo_curves import HISTORY_COLUMNS, controller_histories
 from numpy.typing import NDArray
 
 from trainer.tools.report.run_log import CheckpointState, RunLog, Series
@@ -254,20 +255,12 @@ def grpo_run(seed: int) -> RunLog:
 
 def controller_run(seed: int, *, num_epochs: int = 30) -> RunLog:
     """The CSV of guide 001: a run as its bands describe it (S1.28)."""
-    rng = np.random.default_rng(seed)
-    epochs = np.arange(1, num_epochs + 1)
-    progress = (epochs - 1) / 29
-    jitter = rng.normal(0, 1, (5, num_epochs))
-    columns = {
-        "train/loss": 0.1 + 0.5 * (1 - progress) * jitter[4],
-        "reward_mean": -0.6 + 1.0 * progress + 0.05 * jitter[0],
-        "reward_std": np.full(num_epochs, 0.2),
-        "accuracy_mean": (0.03 + 0.27 * progress + 0.01 * jitter[1]).clip(0),
-        "latency_mean": 260 - 60 * progress + 4 * jitter[3],
-        "budget_violation_rate": (0.42 * (1 - progress) + 0.04 + 0.01 * jitter[2]).clip(0, 1),
-    }
+    table = controller_histories(seed)[0][:num_epochs]
+    columns = dict(zip(HISTORY_COLUMNS, table.T, strict=True))
+    columns["train/loss"] = columns.pop("loss")
+    epochs = columns.pop("epoch").astype(np.int64)
     series = {key: Series(epochs, values) for key, values in columns.items()}
-    config = {"latency_budget": 250.0}
+    config = {"latency_budget": 280.0}
     return RunLog(Path("checkpoints/joint_controller"), "csv", series, num_epochs, config=config)
 
 

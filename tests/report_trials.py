@@ -43,10 +43,6 @@ class Fault:
     def needs(self) -> list[str]:
         return self.roles.split()
 
-    @property
-    def expected(self) -> tuple[str, ...]:
-        return tuple(self.ids.split())
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -57,17 +53,10 @@ class Outcome:
     is_found: bool
     is_first: bool
     """Whether the finding that is shown first names it."""
-    distance: int | None
-    """Steps from the true onset to the one told; None where it was not found."""
-    has_onset: bool
-    tolerance: int
+    is_placed: bool | None
+    """Whether the first finding that names it has its onset; None where it has none."""
     told: tuple[str, ...]
     """What was told besides, warn or worse."""
-
-    @property
-    def is_placed(self) -> bool:
-        """Told of the finding that comes first."""
-        return self.distance is not None and abs(self.distance) <= self.tolerance
 
 
 def _since(curves: Curves, at: int) -> np.ndarray:
@@ -305,12 +294,13 @@ def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         report = analyse(read_run(family.save(Path(name) / "run", curves)))
     serious = [finding for finding in report.findings if finding.level in ("warn", "fail")]
-    named = [finding for finding in serious if fault and finding.id.startswith(fault.expected)]
-    points = curves.at(fault.needs[0]) if fault else curves.steps
-    tolerance = max(
-        LEAST_ONSET, round(ONSET_SHARE * int(curves.steps[-1])), int(np.median(np.diff(points)))
-    )
-    steps = named[0].steps if named else None
+    ids = tuple(fault.ids.split()) if fault else ()
+    named = [finding for finding in serious if finding.id.startswith(ids)]
+    is_placed = None
+    if fault is not None and fault.has_onset:
+        interval = int(np.median(np.diff(curves.at(fault.needs[0]))))
+        tolerance = max(LEAST_ONSET, round(ONSET_SHARE * int(curves.steps[-1])), interval)
+        is_placed = bool(named) and abs(named[0].begin - onset) <= tolerance
     return Outcome(
         family=family.name,
         fault=fault.name if fault else HEALTHY,
@@ -318,8 +308,6 @@ def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
         verdict=report.verdict,
         is_found=bool(named),
         is_first=bool(report.top) and report.top[0] in named,
-        has_onset=fault is not None and fault.has_onset,
-        distance=steps[0] - onset if steps else None,
-        tolerance=tolerance,
+        is_placed=is_placed,
         told=tuple(finding.id for finding in serious if finding not in named),
     )

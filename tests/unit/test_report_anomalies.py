@@ -14,7 +14,7 @@ from trainer.tools.report.result import Anomaly, Finding, Report
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.words import chain_of
 
-SEEDS = range(4)
+SEEDS = range(2)
 STORY = ("kl", "length", "reward")
 
 
@@ -37,12 +37,8 @@ def test_the_seven_intervals_are_found_and_no_eighth(seed):
     anomalies = report_of(seed).anomalies
     assert len(anomalies) == 7, f"seed {seed}: {[a.steps for a in anomalies]}"
     for anomaly, (first, last), percent in zip(anomalies, BURSTS, PERCENTS, strict=True):
-        assert anomaly.steps[0] <= first and last <= anomaly.steps[1], (
-            f"seed {seed}: {anomaly.steps}"
-        )
-        assert anomaly.steps[0] >= first - 10 and anomaly.steps[1] <= last + 5, (
-            f"seed {seed}: {anomaly.steps}"
-        )
+        assert first - 10 <= anomaly.steps[0] <= first, f"seed {seed}: {anomaly.steps}"
+        assert last <= anomaly.steps[1] <= last + 5, f"seed {seed}: {anomaly.steps}"
         assert abs(anomaly.percent - percent) < 1
         assert anomaly.has_recovered
 
@@ -60,9 +56,8 @@ def test_format_and_reward_are_named_as_moving_in_phase(seed):
     for anomaly in report_of(seed).anomalies:
         moved = {mover.metric: mover for mover in anomaly.movers}
         for key in ("rewards/Format/mean", "reward"):
-            assert moved[key].sign == -1 and abs(moved[key].peak_step - anomaly.steps[1]) <= 10, (
-                f"seed {seed}"
-            )
+            assert moved[key].sign == -1, f"seed {seed}"
+            assert abs(moved[key].peak_step - anomaly.steps[1]) <= 10, f"seed {seed}"
         assert moved["completions/clipped_ratio"].sign == 1
     dropped = finding(report_of(seed), "reward_drop")
     assert "in phase: kl up to" in dropped.evidence[0]
@@ -87,13 +82,9 @@ def test_the_four_causes_why_it_passed_and_how_common_it_is():
     assert "become longer" in finding(report, "clipped_ratio").cause
     assert "unstable signal" in finding(report, "reward_drop").cause
     told = finding(report, "kl").cause
-    assert (
-        "passed without intervention" in told
-        and "KL penalty" in told
-        and "learning rate falls late" in told
-    )
+    for words in ("passed without", "KL penalty", "rate falls late", "PPO, GRPO, DPO"):
+        assert words in told
     assert "gradient clipping" not in told, "no max_grad_norm was set: it cannot have helped"
-    assert "PPO, GRPO, DPO" in told
 
 
 @pytest.mark.covers("S2.30 S2.31 S2.32 S2.33 S2.34 S2.35 S2.36 S2.37 S2.39 S2.40 S2.41")

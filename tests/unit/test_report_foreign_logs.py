@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_curves import changed, grpo_run, sft_run
-from report_faults import Change, both, healthy, put, serious, sft, times, told, validated
+from report_curves import changed, checkpoints, controller_run, grpo_run, sft_run, swift_run
+from report_faults import Change, both, but, healthy, put, serious, sft, times, told, validated
 
 from trainer.tools.report.analyse import analyse
-from trainer.tools.report.learning_rate import raised_rates
 from trainer.tools.report.readers import read_run
 from trainer.tools.report.readers.parsing import guessed
 from trainer.tools.report.run_log import LogEvent, RunLog, Series
 
 STEPS = np.arange(1, 2001)
+ROWS = np.arange(grpo_run(0).num_rows)
+GRPO_STEPS = grpo_run(0).series["reward"].steps
+LATE = np.where(ROWS < 700, 1.0, 0.4)
+GROWTH = np.linspace(1, 1.8, len(ROWS))
 
 
 def normal(sigma: float, num_points: int, seed: int = 3) -> Any:
@@ -35,62 +38,299 @@ def rates(values: Any) -> RunLog:
     return changed(sft_run(0), **{"train/lr": values})
 
 
-def test_a_rate_of_zero_is_told_from_its_first_step():
-    found = serious(analyse(rates(np.where(STEPS < 1200, 1e-5, 0.0))))["lr_schedule:zero"]
-    assert found.steps == (1200, 2000)
+def losses(values: Any) -> Change:
+    return put("train/loss", slice(None), values)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        pytest.param(np.zeros(2000), id="printed with three decimals"),
-        pytest.param(np.round(1e-6 * (1 + np.cos(np.pi * STEPS / 2000)) / 2, 8), id="with eight"),
-        pytest.param(1e-5 * (1 - STEPS / 2000), id="linear to 0"),
-    ],
-)
-def test_a_rate_that_is_zero_in_print_only_is_not_told(values):
-    assert "lr_schedule:zero" not in told(analyse(rates(values)))
+def rewards(values: Any) -> RunLog:
+    return grpo(put("reward", slice(None), values))
 
 
-def test_a_warm_up_that_does_not_end_is_told():
-    log = rates(1e-5 * STEPS / 2000)
-    assert "lr_schedule:rising" in serious(analyse(log))
-    assert "lr_schedule:rising" not in told(analyse(replace(log, total_steps=20_000)))
+def with_metric(key: str, values: Any) -> RunLog:
+    return changed(grpo_run(0), **{key: values})
 
 
-def test_restarts_of_a_cosine_are_no_jump():
-    phases = (np.arange(0, 10_000, 50) % 2_500) / 2_500
-    values = 1e-5 * (1 + np.cos(np.pi * phases)) / 2 + 1e-10
-    assert not raised_rates(Series(np.arange(200), values * 0.7 ** (np.arange(200) // 50)))
+def without(log: RunLog, words: str) -> RunLog:
+    return replace(log, series={k: one for k, one in log.series.items() if words not in k})
 
 
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
-def test_a_gradient_that_stays_high_is_told_from_its_onset(kind):
-    log = healthy(kind)
-    num_steps = log.num_rows
-    factors = np.where(np.arange(num_steps) < num_steps // 2, 1.0, 300.0)
-    found = serious(analyse(times("train/grad_norm", factors)(log)))["grad_high:rise"]
-    onset = log.series["train/grad_norm"].steps[num_steps // 2]
-    assert found.steps is not None and abs(found.steps[0] - onset) <= 10
+def first_points(log: RunLog, num_points: int) -> RunLog:
+    series = {key: one[:num_points] for key, one in log.series.items()}
+    return replace(log, series=series, total_steps=num_points, checkpoints=())
 
 
-def test_a_low_loss_is_memorized_only_if_the_validation_loss_is_higher():
-    low = times("train/loss", 0.05)
-    evals = np.linspace(0.08, 0.05, 20)
-    assert "loss_final" in serious(analyse(sft(low)))
-    assert "loss_final" not in serious(analyse(sft(both(low, validated(evals)))))
+def slow_stretch() -> RunLog:
+    """Steps logged every 10 steps: a slow stretch has a slow point every 10 steps."""
+    log = without(sft_run(0), "val/")
+    every_tenth = log.series["train/time(s)"][9::10]
+    factors = np.where((np.arange(200) >= 80) & (np.arange(200) < 110), 4, 1)
+    slow = Series(every_tenth.steps, every_tenth.values * factors)
+    series = {**log.series, "train/time(s)": slow}
+    return replace(log, series=series, checkpoints=(), config={})
 
 
-@pytest.mark.parametrize("factor", [0.02, 1.0])
-def test_a_spike_is_judged_against_the_level_of_the_loss(factor):
-    change = both(times("train/loss", factor), put("train/loss", slice(1000, 1004), 5.0 * factor))
-    assert "loss_spike" in serious(analyse(sft(change)))
+def held_out(key: str) -> RunLog:
+    """A held-out reward that rises for nine validations and then falls."""
+    rows = np.arange(20)
+    values = np.where(rows < 9, 0.3 + 0.05 * rows, 0.75 - 0.03 * (rows - 9))
+    log = grpo_run(0)
+    return replace(log, series={**log.series, key: Series(60 * (rows + 1), values)})
 
 
-def test_a_high_first_loss_warns_only_if_the_model_is_known():
-    log = sft(put("train/loss", slice(0, 10), 9.0))
-    assert told(analyse(log))["loss_start_high"].level == "warn"
-    assert told(analyse(replace(log, config={})))["loss_start_high"].level == "note"
+COSINE = (1 + np.cos(np.pi * STEPS / 2000)) / 2
+RAMP = ((ROWS - 400) / (len(ROWS) - 500)).clip(0, 1)
+LOST = (ROWS >= 500) & (ROWS < 700)
+RISING = 0.2 + 0.6 * ROWS / len(ROWS) + normal(0.02, len(ROWS))
+VANISHED = np.where(STEPS < 1500, 2 * np.exp(-STEPS / 300) + 0.3, 1e-6) * (1 + normal(0.1, 2000))
+JUMP = times("train/loss", 1 + 0.2 * np.exp(-(STEPS - 900) / 200) * (STEPS > 900))
+FORMS = 0.3 + 0.6 * (ROWS - 600).clip(0) / 600 + normal(0.03, len(ROWS))
+FAR_KL = grpo_run(0).series["kl"].values * np.where(ROWS >= 700, 500, 1)
+NEAR = changed(without(grpo_run(0), "kl"), **{"actor/approxkl": 1e-3 + 1e-4 * np.sin(ROWS)})
+LEAK = validated(0.7 * sft_run(2).series["val/loss"].values)
+ONSETS: dict[str, tuple[RunLog, str, int, float]] = {
+    "a rate of zero": (rates(np.where(STEPS < 1200, 1e-5, 0.0)), "lr_schedule:zero", 1200, 0),
+    "an SFT gradient that stays high": (
+        sft(times("train/grad_norm", np.where(STEPS <= 1000, 1.0, 300.0))),
+        "grad_high:rise", 1001, 10,
+    ),
+    "a GRPO gradient that stays high": (
+        grpo(times("train/grad_norm", np.where(ROWS < 600, 1.0, 300.0))),
+        "grad_high:rise", GRPO_STEPS[600], 10,
+    ),
+    "a slow stretch in a log of every tenth step": (slow_stretch(), "time_high:while", 810, 0),
+    "a gradient that vanishes": (
+        sft(put("train/grad_norm", slice(None), VANISHED)), "grad_vanish", 1500, 10,
+    ),
+    "answers that get worse while the reward rises": (
+        with_metric("rewards/accuracy/mean", np.where(ROWS < 720, 0.5, 0.1) + normal(0.02, 1200)),
+        "reward_hacking:part:rewards/accuracy/mean", GRPO_STEPS[720], 10,
+    ),
+    "a reward that collapsed and came back": (
+        rewards(np.where(LOST, 0.05, RISING)), "reward_trend:collapse", GRPO_STEPS[500], 10,
+    ),
+    "a held-out reward of verl": (held_out("val/reward"), "val_results:reward", 540, 60),
+    "a held-out reward of slime": (held_out("val/aime24/avg@16"), "val_results:reward", 540, 60),
+    "a held-out reward of MLLM-JAX": (held_out("val/math_pass1"), "val_results:reward", 540, 60),
+    "lengths that fall slowly": (
+        grpo(put("completions/mean_length", slice(None), 400 - 360 * RAMP + normal(8, 1200))),
+        "length_shift", GRPO_STEPS[400], 300,
+    ),
+    "a share of clipped answers that rises slowly": (
+        grpo(
+            put(
+                "completions/clipped_ratio",
+                slice(None),
+                0.03 + 0.7 * RAMP + normal(0.005, 1200).clip(-0.02),
+            )
+        ),
+        "clipped_ratio", GRPO_STEPS[400], 300,
+    ),
+    "a loss that jumps after a resume": (sft(JUMP), "loss_jump", 900, 10),
+    "a rate that warms up again": (
+        rates(1e-5 * np.where(STEPS > 800, np.minimum(1, (STEPS - 800) / 100), 1) * COSINE),
+        "lr_schedule:restarted", 800, 0,
+    ),
+    "a low rate that warms up again": (
+        rates(1e-5 * np.where(STEPS > 1450, np.minimum(1, (STEPS - 1450) / 100), 1) * COSINE),
+        "lr_schedule:restarted", 1450, 0,
+    ),
+    "a KL to the reference": (
+        changed(NEAR, **{"actor/kl_loss": FAR_KL}), "kl", GRPO_STEPS[700], 10,
+    ),
+    "a leak": (sft(LEAK), "val_leak", 100, 0),
+    "format hacking": (
+        changed(
+            grpo(put("rewards/Format/mean", slice(None), FORMS)),
+            **{"rewards/AnswerMatchCosine/mean": 0.4 + normal(0.05, len(ROWS), 4)},
+        ),
+        "reward_hacking:rewards/Format/mean", GRPO_STEPS[600], 0.02 * GRPO_STEPS[-1],
+    ),
+    "a rate that jumps late": (
+        rates(1e-5 * np.where(STEPS > 1901, 1.8, 1.0) * (1 - STEPS / 2001)),
+        "lr_schedule:raised", 1902, 0,
+    ),
+    "a rate that jumps late in a short run": (
+        first_points(
+            rates(1e-5 * np.where(STEPS > 286, 1.8, 1.0) * (1 - STEPS / 301).clip(1e-3)), 300
+        ),
+        "lr_schedule:raised", 287, 0,
+    ),
+}  # fmt: skip
+"""Log -> the finding in it, the step at which it begins, and the tolerance."""
+
+
+@pytest.mark.parametrize("name", ONSETS)
+def test_a_fault_is_told_from_its_first_step(name):
+    log, id_, step, tolerance = ONSETS[name]
+    found = serious(analyse(log))[id_]
+    assert found.steps is not None and abs(found.steps[0] - step) <= tolerance
+
+
+def controller_loss(num_rising: int) -> RunLog:
+    epochs = np.arange(30)
+    rise = 0.08 * (epochs - 29 + num_rising).clip(0)
+    return changed(controller_run(0), **{"train/loss": 0.1 + rise + 0.01 * np.sin(epochs)})
+
+
+def configured(options: dict[str, Any]) -> RunLog:
+    return replace(sft_run(0), config={**sft_run(0).config, **options})
+
+
+LOW = times("train/loss", 0.05)
+SPIKE = put("train/loss", slice(1000, 1004), 5.0)
+FEWER = with_metric("throughput/train/tokens_per_s", 1e4 * LATE)
+ADVANTAGES = with_metric("critic/advantages/max", np.where(ROWS < 600, 2.4, 0.0))
+GUESSES = losses(11.0 - 0.2 * STEPS / 2000 + normal(0.02, 2000))
+NOISY = losses(1.2 + normal(0.4, 2000))
+FELL_EARLY = 1.25 + 0.8 * np.exp(-STEPS / 100) + 0.05 * (STEPS > 700) + normal(0.01, 2000)
+BRIEF = 0.3 + normal(0.02, len(ROWS)) + np.where(abs(ROWS - 600) < 25, 0.1, 0)
+COLLAPSED = np.where(ROWS < 840, np.linspace(0.2, 1.4, len(ROWS)).clip(max=0.8), 0.1)
+KL_RISE = 0.03 + 4 * ((ROWS - 100) / np.array([[10], [1000]])).clip(0, 1)
+SMALL_SPIKE = put("train/loss", slice(600, 601), 2.5)
+DPO = "rewards/chosen"
+CALM = swift_run(1, has_bursts=False)
+SLOW_START = put("train/time(s)", 0, 40.0)
+HALF = {"optim.lr_warmup_steps_ratio": 0.5}
+HEALTHY_RATES = {
+    "a rate that falls in a step": np.where(STEPS > 1000, 0.1, 1.0),
+    "a rate with a dip": np.where((STEPS > 500) & (STEPS < 600), 0.1, 1.0),
+    "a rate with a deep dip": np.where((STEPS > 100) & (STEPS < 200), 0.01, 1.0),
+    "a warm-up in two digits": np.round(np.minimum(1, STEPS / 1000), 2),
+    "a warm-up from 0": STEPS - 1.0,
+    "a first step of almost 0": np.where(STEPS == 1, 1e-6, 1.0),
+    "cosines that restart": np.tile(0.5 * (1 + np.cos(np.pi * STEPS[:500] / 500)), 4),
+    "cosines that restart lower": np.outer(0.7 ** np.arange(4), COSINE[::4] + 1e-5).ravel(),
+    "cycles with a warm-up": np.tile(np.minimum(STEPS[:1000] / 100, 1.1 - STEPS[:1000] / 1000), 2),
+    "no schedule": np.random.default_rng(5).random(2000),
+}
+CASES: dict[str, tuple[RunLog, str, str]] = {
+    "rates printed with three decimals": (rates(np.zeros(2000)), "", "lr_schedule:zero"),
+    "rates printed with eight decimals": (
+        rates(np.round(1e-6 * COSINE, 8)), "", "lr_schedule:zero",
+    ),
+    "a rate that falls to 0": (rates(1e-5 * (1 - STEPS / 2000)), "", "lr_schedule:zero"),
+    "the first step of a warm-up": (first_points(rates(STEPS - 1.0), 1), "", "lr_schedule:zero"),
+    "a warm-up that does not end": (rates(1e-5 * STEPS / 2000), "lr_schedule:rising", ""),
+    "a warm-up at the start of a long run": (
+        replace(rates(1e-5 * STEPS / 2000), total_steps=20_000), "", "lr_schedule:rising",
+    ),
+    **{
+        name: (rates(1e-5 * values), "", "lr_schedule:raised lr_schedule:restarted")
+        for name, values in HEALTHY_RATES.items()
+    },
+    "a low loss with as low a validation loss": (
+        sft(both(LOW, validated(np.linspace(0.08, 0.05, 20)))), "", "loss_final",
+    ),
+    "a spike": (sft(SPIKE), "loss_spike", "loss_jump"),
+    "a spike of a low loss": (
+        sft(both(times("train/loss", 0.02), put("train/loss", slice(1000, 1004), 0.1))),
+        "loss_spike", "",
+    ),
+    "a small spike alone": (sft(SMALL_SPIKE), "", "loss_spike"),
+    "a high first loss of an unknown model": (
+        replace(sft(put("train/loss", slice(0, 10), 9.0)), config={}), "", "loss_start_high",
+    ),
+    "steps that get slower because answers get longer": (
+        times("completions/mean_length", GROWTH)(with_metric("train/time(s)", 40 * GROWTH)),
+        "", "time_growth time_growth:slowdown",
+    ),
+    "fewer tokens per second": (FEWER, "time_growth:slowdown", ""),
+    "fewer tokens per second because answers get shorter": (
+        times("completions/mean_length", LATE)(FEWER), "", "time_growth:slowdown",
+    ),
+    "memory that doubles in a short run": (
+        first_points(sft(times("memory/cpu/rss_gib", 1 + (STEPS / 220).clip(max=1))), 220),
+        "memory:leak", "",
+    ),
+    "a reward that rose briefly": (rewards(BRIEF), "reward_trend:flat", ""),
+    "a reward that collapsed": (
+        rewards(COLLAPSED + normal(0.02, len(ROWS))), "reward_trend:collapse", "reward_trend:flat",
+    ),
+    "equal rewards in a log of verl": (without(ADVANTAGES, "adv_std"), "adv_shape:std", ""),
+    "a share of clipped ratios that rises": (
+        with_metric("clip_ratio", np.where(ROWS < 600, 0.01, 0.2)), "clip_ratio", "",
+    ),
+    "a constant share of clipped ratios": (with_metric("clip_ratio", 0.2), "", "clip_ratio"),
+    "a part of the reward that is lost": (
+        with_metric("rewards/code_exec/mean", LATE), "reward_hacking:part:rewards/code_exec/mean", "",
+    ),
+    "answers that get longer": (
+        with_metric("rewards/brevity/mean", LATE), "", "reward_hacking:part:rewards/brevity/mean",
+    ),
+    "preference training, which lowers both rewards": (
+        with_metric(DPO, LATE), "", f"reward_hacking:part:{DPO}",
+    ),
+    "the entropy of SFT": (
+        changed(sft_run(0), **{"train/entropy": 2 * np.exp(-STEPS / 500) + 0.02}),
+        "", "entropy_collapse",
+    ),
+    "a loss at the level of guessing": (
+        replace(sft(GUESSES), config={}), "loss_not_falling", "",
+    ),
+    "a noisy loss beside a validation loss that falls": (
+        sft(both(NOISY, validated(np.linspace(1.6, 1.2, 20)))), "", "loss_not_falling",
+    ),
+    "a noisy loss beside a validation loss that rises": (
+        sft(both(NOISY, validated(np.linspace(1.2, 1.6, 20)))), "loss_not_falling", "",
+    ),
+    "a loss that fell early and rises a little": (sft(losses(FELL_EARLY)), "", "loss_not_falling"),
+    "the loss of a policy, which rises with its KL": (
+        with_metric("train/loss", np.linspace(0.001, 0.05, len(ROWS))), "", "loss_diverging",
+    ),
+    "a small KL that jumps": (grpo(put("kl", slice(None), KL_RISE[0])), "kl", ""),
+    "a KL that rises slowly": (grpo(put("kl", slice(None), KL_RISE[1])), "", "kl"),
+    "a save that failed on the network": (
+        sft(but(events=(LogEvent(700, "checkpoint_failed", "NCCL timeout", "error"),))),
+        "", "oom_nccl",
+    ),
+    "the loss of a policy near 0": (
+        changed(CALM, **{"train/loss": CALM.series["train/loss"].values - 2e-3}),
+        "", "loss_zero loss_start_high loss_not_falling loss_diverging loss_oscillating loss_final",
+    ),
+    "a gradient norm of 30,000 all along": (CALM, "", "grad_high:explosion grad_range"),
+    "a KL to the last policy": (NEAR, "", "kl"),
+    "a gradient that explodes late": (
+        sft(times("train/grad_norm", np.where(STEPS > 1300, 1000.0, 1.0))),
+        "grad_high:sustained", "grad_vanish",
+    ),
+    "a loss that rises for twelve epochs": (controller_loss(12), "loss_diverging:epochs", ""),
+    "a loss that rises for six epochs": (controller_loss(6), "", "loss_diverging:epochs"),
+    "a rate that falls in its warm-up": (
+        sft(put("train/lr", slice(50, 100), 1e-8)), "lr_schedule:warmup", "",
+    ),
+    "a warm-up shorter than configured": (configured(HALF), "lr_schedule:warmup", ""),
+    "a warm-up configured in steps": (
+        configured({**HALF, "optim.lr_warmup_steps": 200}), "", "lr_schedule:warmup",
+    ),
+    "a slow first step, where all others save": (
+        replace(first_points(sft(SLOW_START), 20), checkpoints=checkpoints(range(2, 21, 2))),
+        "", "time_high:stalls",
+    ),
+    "a slow first step of four": (first_points(sft(SLOW_START), 4), "", "time_high:stalls"),
+    "a slow first step after a resume": (
+        replace(
+            first_points(sft(put("train/time(s)", 30, 40.0)), 60),
+            events=(LogEvent(30, "start", "attempt 2"),),
+        ),
+        "", "time_high:stalls",
+    ),
+    "a validation loss below the training loss of random weights": (
+        replace(sft(LEAK), config={"model.partial_pretrain": "quickstart"}), "", "val_leak",
+    ),
+}  # fmt: skip
+"""Log -> ids of findings that are in it, and of findings that are not."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_told_and_a_healthy_run_is_not(name):
+    log, faults, none = CASES[name]
+    found = serious(analyse(log)).keys()
+    assert set(faults.split()) <= found and not set(none.split()) & found
+
+
+def test_two_spikes_are_told_from_the_small_one_beside_a_large_one():
+    large = put("train/loss", slice(1000, 1001), 8.0)
+    assert serious(analyse(sft(both(SMALL_SPIKE, large))))["loss_spike"].steps == (601, 1001)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.25])
@@ -104,76 +344,13 @@ def test_a_longest_answer_at_the_cap_warns_only_if_many_are_cut_off(share):
     assert told(analyse(log))["clipped_ratio:cap"].level == ("warn" if share > 0.1 else "note")
 
 
-def test_steps_that_take_longer_because_answers_do_are_not_told():
-    growth = np.linspace(1, 1.8, grpo_run(0).num_rows)
-    slower = changed(grpo_run(0), **{"train/time(s)": 40 * growth})
-    assert any(id_.startswith("time_growth") for id_ in serious(analyse(slower)))
-    longer = times("completions/mean_length", growth)(slower)
-    assert not any(id_.startswith("time_growth") for id_ in serious(analyse(longer)))
-
-
-def test_fewer_tokens_per_second_because_answers_are_shorter_are_not_told():
-    fall = np.where(np.arange(grpo_run(0).num_rows) < 700, 1.0, 0.4)
-    log = changed(grpo_run(0), **{"throughput/train/tokens_per_s": 1e4 * fall})
-    assert "time_growth:slowdown" in serious(analyse(log))
-    shorter = times("completions/mean_length", fall)(log)
-    assert "time_growth:slowdown" not in serious(analyse(shorter))
-
-
-def test_slow_steps_next_to_each_other_are_not_regular_work():
-    """Logged every 10 steps: a slow stretch has a slow point every 10 steps."""
-    log = sft_run(0)
-    times_s = log.series["train/time(s)"]
-    kept = times_s[9::10]
-    values = kept.values.copy()
-    values[80:110] *= 4
-    series = {key: one for key, one in log.series.items() if not key.startswith("val/")}
-    series["train/time(s)"] = Series(kept.steps, values)
-    report = analyse(replace(log, series=series, checkpoints=(), config={}))
-    assert serious(report)["time_high:while"].steps == (810, 1100)
-    assert "time_periodic" not in told(report)
-
-
-def test_memory_that_doubles_in_a_short_run_is_told():
-    log = sft_run(0)
-    short = {key: one[:220] for key, one in log.series.items()}
-    log = replace(log, series=short, num_rows=220, total_steps=220, checkpoints=())
-    values = short["memory/cpu/rss_gib"].values * np.linspace(
-        1, 2, len(short["memory/cpu/rss_gib"])
-    )
-    assert "memory:leak" in serious(analyse(changed(log, **{"memory/cpu/rss_gib": values})))
-
-
-def test_a_reward_that_never_lasts_is_flat_and_one_that_collapsed_is_not():
-    num_rows = grpo_run(0).num_rows
-    noise = normal(0.02, num_rows)
-    brief = 0.3 + noise + np.where(abs(np.arange(num_rows) - num_rows // 2) < 25, 0.1, 0)
-    assert "reward_trend:flat" in serious(analyse(grpo(put("reward", slice(None), brief))))
-    rise = np.minimum(np.linspace(0.2, 1.4, num_rows), 0.8)
-    collapsed = np.where(np.arange(num_rows) < 0.7 * num_rows, rise, 0.1) + noise
-    found = serious(analyse(grpo(put("reward", slice(None), collapsed))))
-    assert "reward_trend:collapse" in found and "reward_trend:flat" not in found
-
-
-def test_equal_rewards_are_told_by_verls_largest_advantage():
-    advantages = np.where(np.arange(grpo_run(0).num_rows) < 600, 2.4, 0.0)
-    log = changed(grpo_run(0), **{"critic/advantages/max": advantages})
-    log = replace(log, series={k: v for k, v in log.series.items() if "adv_std" not in k})
-    assert "adv_shape:std" in serious(analyse(log))
-
-
 def test_names_of_other_trainers_are_known(tmp_path):
     columns = {
         "perf/step_time": "train/time(s)",
-        "perf/data_time": "time/train/data_s",
-        "perf/gpu_mem_gb": "memory/allocated_gib",
         "train/tokens_per_sec": "throughput/train/tokens_per_s",
-        "entropy/mean": "train/entropy",
         "lr-AdamW": "train/lr",
         "grad_2.0_norm_total": "train/grad_norm",
-        "tokens/train_per_sec_per_gpu": "throughput/train/tokens_per_s_per_gpu",
         "memory/max_allocated (GiB)": "memory/max_allocated_gib",
-        "memory/device_reserved (GiB)": "memory/max_reserved_gib",
     }
     rows = ({"_step": step, **dict.fromkeys(columns, float(step))} for step in range(1, 9))
     log = tmp_path / "history.jsonl"
@@ -199,16 +376,12 @@ def test_the_console_lines_of_other_trainers_are_read(tmp_path, line):
     assert found.items() >= known.items()
 
 
-def test_failed_saves_are_read_from_the_console(tmp_path):
+def test_failed_saves_are_read_from_the_console_and_metrics_of_saves_are_none(tmp_path):
     log: Path = tmp_path / "console.log"
     error = "ERROR: save_checkpoint failed: OSError: [Errno 122] Disk quota exceeded"
     lines = [f"step {n} | loss: {2 - n / 300} | lr: 1e-5" for n in range(1, 200)]
     log.write_text("\n".join([*lines[:120], error, *lines[120:]]))
     assert serious(analyse(read_run(log)))["saves_failed"].steps == (120, 120)
-
-
-def test_metrics_of_saves_and_of_errors_are_no_failed_save(tmp_path):
-    log: Path = tmp_path / "console.log"
     lines = [f"step:{n} - critic/error:0.1 - timing_s/save_checkpoint:30.5" for n in range(1, 9)]
     log.write_text("\n".join(lines))
     assert "checkpoint/failed_in_a_row" not in read_run(log).series
@@ -224,49 +397,29 @@ def test_a_long_line_is_read_in_linear_time(tmp_path):
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        ("train/loss_step", "train/loss"),
         ("Loss", "train/loss"),
         ("dev_loss", "val/loss"),
         ("lr-AdamW/pg1", "train/lr"),
         ("seconds_per_step", "train/time(s)"),
-        ("cpu_memory_gb", "memory/cpu/rss_gib"),
         ("system.proc.memory.rssMB", "memory/cpu/rss_gib"),
-        ("gpu_memory_allocated_gb", "memory/allocated_gib"),
         ("tokens_per_second_per_gpu", "throughput/train/tokens_per_s_per_gpu"),
         ("rollout/raw_reward", "reward"),
-        ("rollout/response_len/max", "tokens/response_length/max"),
-        ("optim/grad_norm", "train/grad_norm"),
         ("is_truncated/mean", "completions/clipped_ratio"),
-        ("loss_metrics/global_avg_loss", "train/loss"),
-        ("validation_metrics/loss", "val/loss"),
-        ("time_metrics/end_to_end(s)", "train/time(s)"),
-        ("time_metrics/data_loading(s)", "time/train/data_s"),
         ("metrics/train/LanguageCrossEntropy", "train/loss"),
-        ("train_step_timing in s", "train/time(s)"),
+        ("time_metrics/end_to_end(s)", "train/time(s)"),
         ("learning-rate", "train/lr"),
-        ("ppo_actor/update/grad_norm", "train/grad_norm"),
-        ("ppo_actor/no_eos_ratios/avg", "completions/clipped_ratio"),
         ("val/advantages_max", "critic/advantages/max"),
         ("ckpt/failed_saves", "checkpoint/failed_in_a_row"),
         ("val/aime24", "val/accuracy"),
         ("loss_metrics/global_max_loss", None),
         ("time_metrics/data_loading(%)", None),
-        ("aux_loss", None),
         ("train/loss_epoch", None),
         ("value_loss", None),
-        ("eval_steps_per_second", None),
         ("rewards/margins", None),
     ],
 )
 def test_names_that_no_table_holds_are_guessed_from_their_words(name, key):
     assert guessed(name) == key
-
-
-def test_a_guessed_name_does_not_replace_a_known_one(tmp_path):
-    log = tmp_path / "log.jsonl"
-    log.write_text("".join(f'{{"step": {n}, "loss": 1, "loss_step": 2}}\n' for n in range(9)))
-    series = read_run(log).series
-    assert series["train/loss"].values[0] == 1 and series["loss_step"].values[0] == 2
 
 
 VERL = ["Total training steps: 300", *(f"step:{n} - actor/pg_loss:0.1" for n in range(1, 150))]
@@ -287,19 +440,17 @@ def test_the_planned_steps_of_other_trainers_are_known(tmp_path, name, lines):
     assert told(analyse(run))["run_complete:steps"].steps == (149, 149)
 
 
-def test_steps_of_an_environment_are_no_planned_steps(tmp_path):
+def test_guessed_names_and_steps_of_an_environment_do_not_replace_known_ones(tmp_path):
     log: Path = tmp_path / "log.jsonl"
-    log.write_text(
-        "".join(f'{{"step": {n}, "total_steps": {512 * n}, "loss": 1}}\n' for n in STEPS)
+    row = (
+        '{{"step": {0}, "total_steps": {0}000, "loss": 1, "loss_step": 2, '
+        '"rollout/rewards": 0.0, "rollout/raw_reward": 0.5}}\n'
     )
-    assert read_run(log).total_steps is None
-
-
-def test_a_raw_reward_counts_beside_a_normalised_one(tmp_path):
-    log: Path = tmp_path / "log.jsonl"
-    row = '{{"step": {}, "rollout/rewards": 0.0, "rollout/raw_reward": 0.5}}\n'
     log.write_text("".join(map(row.format, range(1, 9))))
-    assert read_run(log).series["reward"].values[0] == 0.5
+    run = read_run(log)
+    first = {key: one.values[0] for key, one in run.series.items()}
+    assert (first["train/loss"], first["loss_step"], first["reward"]) == (1, 2, 0.5)
+    assert run.total_steps is None, "they count samples"
 
 
 def test_a_foreign_log_that_ends_before_its_last_planned_step_may_still_train():
@@ -321,127 +472,48 @@ def test_regular_pauses_of_two_kinds_are_no_stalls_and_slow_tokens_are():
     assert stalls([151, 302, 407, 450, 611])
 
 
-def test_a_share_of_clipped_ratios_that_rises_is_told_and_a_constant_one_is_not():
-    log = grpo_run(0)
-    share = np.where(np.arange(log.num_rows) < 600, 0.01, 0.2)
-    assert "clip_ratio" in serious(analyse(changed(log, clip_ratio=share)))
-    assert "clip_ratio" not in serious(analyse(changed(log, clip_ratio=0.2)))
+AFTER = STEPS >= 1200
+GRAD_RISES = times("train/grad_norm", np.where(AFTER, 60.0, 1.0))
+ORDERS: dict[str, tuple[Change, str, str]] = {
+    "a gradient that rises with a jump of the loss": (
+        both(JUMP, times("train/grad_norm", np.where(STEPS > 900, 60.0, 1.0))),
+        "grad_high:rise", "warn",
+    ),
+    "a gradient that rises with the loss": (
+        both(times("train/loss", np.where(AFTER, 1.6, 1.0)), GRAD_RISES),
+        "loss_diverging", "fail",
+    ),
+    "a gradient that rises before the loss": (
+        both(times("train/loss", np.where(STEPS >= 1320, 1.6, 1.0)), GRAD_RISES),
+        "grad_high:rise", "fail",
+    ),
+    "steps that stay slow, with slow stretches": (
+        times("train/time(s)", np.where(STEPS >= 1700, 2.4, 1.0)), "time_growth:slowdown", "warn",
+    ),
+    "a raised rate, after which the loss rises": (
+        both(
+            times("train/lr", np.where(STEPS > 1000, 8.0, 1.0)),
+            times("train/loss", np.where(STEPS > 1200, 3.0, 1.0)),
+        ),
+        "lr_schedule:raised", "fail",
+    ),
+    "a wrong resume": (JUMP, "loss_jump", "warn"),
+    "a loss of 0 by which transformers hides a NaN": (
+        both(put("train/loss", slice(900, 920), 0.0), put("train/grad_norm", 900, np.nan)),
+        "loss_nonfinite", "fail",
+    ),
+    "a validation loss that is not a number": (
+        validated(np.where(np.arange(20) < 12, 1.2, np.nan)), "loss_nonfinite", "fail",
+    ),
+}  # fmt: skip
+"""Change -> the finding that comes first, and its level."""
 
 
-def test_a_gradient_that_vanishes_is_told_from_where_it_falls():
-    norms = np.where(STEPS < 1500, 2 * np.exp(-STEPS / 300) + 0.3, 1e-6) * (1 + normal(0.1, 2000))
-    found = serious(analyse(sft(put("train/grad_norm", slice(None), norms))))["grad_vanish"]
-    assert found.steps is not None and abs(found.steps[0] - 1500) <= 10
-
-
-def test_answers_that_get_worse_while_the_reward_rises_are_told():
-    num_rows = grpo_run(0).num_rows
-    noise = normal(0.02, num_rows)
-    rows = np.arange(num_rows)
-    worse = np.where(rows < 0.6 * num_rows, 0.5, 0.1) + noise
-    log = changed(grpo_run(0), **{"rewards/accuracy/mean": worse})
-    found = serious(analyse(log))["reward_hacking:part:rewards/accuracy/mean"]
-    onset = log.series["rewards/accuracy/mean"].steps[int(0.6 * num_rows)]
-    assert found.steps is not None and abs(found.steps[0] - onset) <= 10
-
-
-@pytest.mark.parametrize(
-    ("key", "is_told"),
-    [("rewards/code_exec/mean", True), ("rewards/brevity/mean", False), ("rewards/chosen", False)],
-)
-def test_a_part_of_the_reward_that_is_lost_is_told_under_any_name(key, is_told):
-    """Answers may get longer, and preference training lowers both rewards."""
-    falls = np.where(np.arange(grpo_run(0).num_rows) < 700, 0.5, 0.1)
-    ids = serious(analyse(changed(grpo_run(0), **{key: falls}))).keys()
-    assert (f"reward_hacking:part:{key}" in ids) == is_told
-
-
-def test_a_reward_that_collapsed_and_came_back_is_told():
-    rows = np.arange(grpo_run(0).num_rows)
-    rewards = 0.2 + 0.6 * rows / len(rows) + normal(0.02, len(rows))
-    lost = (rows >= 500) & (rows < 700)
-    log = grpo(put("reward", slice(None), np.where(lost, 0.05, rewards)))
-    found = serious(analyse(log))["reward_trend:collapse"]
-    assert found.steps is not None and "came back after step" in found.title
-    assert abs(found.steps[0] - log.series["reward"].steps[500]) <= 10
-
-
-@pytest.mark.parametrize("key", ["val/reward", "val/aime24/avg@16", "val/math_pass1"])
-def test_a_held_out_reward_that_rises_and_then_falls_is_told_from_its_peak(key):
-    rows = np.arange(20)
-    rewards = np.where(rows < 9, 0.3 + 0.05 * rows, 0.75 - 0.03 * (rows - 9))
-    steps = 60 * (rows + 1)
-    log = grpo_run(0)
-    others = {name: one for name, one in log.series.items() if name != "val/reward"}
-    log = replace(log, series={**others, key: Series(steps, rewards)})
-    found = serious(analyse(log))["val_results:reward"]
-    assert found.steps is not None and abs(found.steps[0] - steps[8]) <= 60
-
-
-@pytest.mark.parametrize("metric", ["completions/mean_length", "completions/clipped_ratio"])
-def test_a_slow_ramp_is_told_from_its_first_steps(metric):
-    num_rows = grpo_run(0).num_rows
-    since = ((np.arange(num_rows) - 400) / (num_rows - 500)).clip(0, 1)
-    ramps = {
-        "completions/mean_length": 400 * (1 - 0.9 * since) + normal(8, num_rows),
-        "completions/clipped_ratio": 0.03 + 0.7 * since + normal(0.005, num_rows).clip(-0.02),
-    }
-    log = grpo(put(metric, slice(None), ramps[metric]))
-    found = [one for one in serious(analyse(log)).values() if one.metric == metric]
-    assert found and found[0].steps is not None
-    steps = log.series[metric].steps
-    assert abs(found[0].steps[0] - steps[400]) <= 0.05 * steps[-1]
-
-
-def test_the_entropy_of_an_sft_run_may_fall():
-    entropies = 2.0 * np.exp(-STEPS / 500) + 0.02
-    assert "entropy_collapse" not in told(
-        analyse(changed(sft_run(0), **{"train/entropy": entropies}))
-    )
-
-
-def test_a_gradient_that_rises_with_a_jump_of_the_loss_comes_first():
-    log = both(
-        times("train/loss", 1 + 0.2 * np.exp(-(STEPS - 900) / 200) * (STEPS > 900)),
-        times("train/grad_norm", np.where(STEPS > 900, 60.0, 1.0)),
-    )(healthy("sft"))
-    ids = [one.id for one in analyse(log).findings]
-    assert ids.index("grad_high:rise") < ids.index("loss_jump")
-
-
-@pytest.mark.parametrize("lead", [0, 120])
-def test_a_gradient_that_rises_before_the_loss_is_its_cause(lead):
-    after = STEPS >= 1200
-    log = both(
-        times("train/loss", np.where(after, 1.6, 1.0)),
-        times("train/grad_norm", np.where(1200 - lead <= STEPS, 60.0, 1.0)),
-    )(healthy("sft"))
-    first = analyse(log).top[0]
-    assert first.id == ("grad_high:rise" if lead else "loss_diverging")
-    assert first.level == "fail"
-
-
-def test_a_validation_loss_that_is_not_a_number_is_told():
-    log = sft(validated(np.where(np.arange(20) < 12, 1.2, np.nan)))
-    found = serious(analyse(log))["loss_nonfinite"]
-    assert found.level == "fail" and found.metric == "val/loss"
-
-
-def test_steps_that_stay_slow_are_told_before_single_slow_stretches():
-    slower = times("train/time(s)", np.where(STEPS >= 1700, 2.4, 1.0))
-    assert analyse(sft(slower)).top[0].id == "time_growth:slowdown"
-
-
-def test_a_loss_that_jumps_after_a_resume_and_comes_back_is_told():
-    back = 1 + 0.2 * np.exp(-(STEPS - 900) / 200) * (STEPS > 900)
-    first = analyse(sft(times("train/loss", back))).top[0]
-    assert first.id == "loss_jump" and first.steps is not None and abs(first.steps[0] - 900) <= 10
-
-
-def test_a_spike_of_some_points_is_no_wrong_resume():
-    spike = np.where((STEPS > 900) & (STEPS <= 905), 2.5, 1.0)
-    found = serious(analyse(sft(times("train/loss", spike))))
-    assert "loss_spike" in found and "loss_jump" not in found
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_cause_comes_first_and_is_as_bad_as_its_effect(name):
+    change, id_, level = ORDERS[name]
+    first = analyse(sft(change)).top[0]
+    assert (first.id, first.level) == (id_, level)
 
 
 def test_the_steps_of_a_loss_spike_contain_the_step_that_its_title_names():
@@ -451,48 +523,6 @@ def test_the_steps_of_a_loss_spike_contain_the_step_that_its_title_names():
     found = told(analyse(sft(both(times("train/loss", rise), burst))))
     assert "at step 1000;" in found["loss_spike"].title
     assert found["loss_spike"].steps == (1000, 1002)
-
-
-@pytest.mark.parametrize("at", [800, 1450])
-def test_a_rate_that_warms_up_again_is_told(at):
-    cosine = (1 + np.cos(np.pi * STEPS / 2000)) / 2
-    again = np.where(at < STEPS, np.minimum(1, (STEPS - at) / 100) * cosine, cosine)
-    found = serious(analyse(rates(1e-5 * again)))["lr_schedule:restarted"]
-    assert found.steps is not None and found.steps[0] == at
-
-
-def test_small_spikes_belong_to_a_fault_only_beside_a_large_one():
-    small = put("train/loss", slice(600, 601), 2.5)
-    assert "loss_spike" not in told(analyse(sft(small)))
-    found = serious(analyse(sft(both(small, put("train/loss", slice(1000, 1001), 8.0)))))
-    assert found["loss_spike"].steps == (601, 1001)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        pytest.param(np.where(STEPS > 1000, 0.1, 1.0), id="a step"),
-        pytest.param(np.where((STEPS > 500) & (STEPS < 600), 0.1, 1.0), id="a dip"),
-        pytest.param(np.round(np.minimum(1, STEPS / 1000), 2), id="a warm-up in two digits"),
-    ],
-)
-def test_rates_that_fall_or_rise_as_planned_are_not_told(values):
-    found = serious(analyse(rates(1e-5 * values)))
-    assert not {"lr_schedule:raised", "lr_schedule:restarted"} & found.keys()
-
-
-@pytest.mark.parametrize("num_steps", [300, 2000])
-def test_a_rate_that_jumps_late_is_told(num_steps):
-    linear = 1 - np.arange(num_steps) / num_steps
-    late = np.where(np.arange(num_steps) > 0.95 * num_steps, 1.8 * linear, linear)
-    steps = np.arange(1, num_steps + 1)
-    assert [one.steps[0] for one in raised_rates(Series(steps, late))] == [0.95 * num_steps + 2]
-
-
-def test_a_loss_that_stays_at_the_level_of_guessing_is_told():
-    guesses = put("train/loss", slice(None), 11.0 - 0.2 * STEPS / 2000 + normal(0.02, 2000))
-    log = replace(sft(guesses), config={})
-    assert "loss_not_falling" in serious(analyse(log))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -509,40 +539,3 @@ def test_a_flat_loss_is_not_told_in_the_rest_of_a_run_or_in_noise(seed):
     assert is_judged(0.05, 2000), "it drifts by 1 %"
     assert not is_judged(0.05, 2000, first_step=5000)
     assert not is_judged(0.3, 100)
-
-
-def test_the_loss_of_a_policy_may_rise_with_its_kl():
-    log = grpo_run(0)
-    rising = {"train/loss": np.linspace(0.001, 0.05, log.num_rows)}
-    assert "loss_diverging" not in told(analyse(changed(log, **rising)))
-
-
-def test_a_loss_of_zero_beside_a_gradient_that_is_not_a_number_hides_a_nan():
-    """transformers replaces a NaN loss."""
-    hidden = both(put("train/loss", slice(900, 920), 0.0), put("train/grad_norm", 900, np.nan))
-    assert analyse(sft(hidden)).top[0].id == "loss_nonfinite"
-
-
-def test_a_flat_loss_beside_a_validation_loss_that_falls_is_not_told():
-    noisy = put("train/loss", slice(None), 1.2 + normal(0.4, 2000))
-    falls = np.linspace(1.6, 1.2, 20)
-    assert "loss_not_falling" not in told(analyse(sft(both(noisy, validated(falls)))))
-    assert "loss_not_falling" in told(analyse(sft(both(noisy, validated(falls[::-1])))))
-
-
-def test_a_loss_that_fell_early_and_rises_a_little_with_its_data_falls():
-    losses = 1.25 + 0.8 * np.exp(-STEPS / 100) + 0.05 * (STEPS > 700) + normal(0.01, 2000)
-    assert "loss_not_falling" not in told(analyse(sft(put("train/loss", slice(None), losses))))
-
-
-@pytest.mark.parametrize(("num_points", "is_told"), [(10, True), (1000, False)])
-def test_a_small_kl_that_jumps_is_told_before_it_is_large(num_points, is_told):
-    """One that rises slowly to the same level is healthy."""
-    rise = ((np.arange(grpo_run(0).num_rows) - 100) / num_points).clip(0, 1)
-    log = grpo(put("kl", slice(None), 0.03 + 4 * rise))
-    assert ("kl" in serious(analyse(log))) == is_told
-
-
-def test_a_save_that_failed_on_the_network_is_no_failed_rank():
-    failed = LogEvent(700, "checkpoint_failed", "saving failed: NCCL timeout", "error")
-    assert "oom_nccl" not in told(analyse(replace(healthy("sft"), events=(failed,))))

@@ -2,11 +2,13 @@
 at once.
 """
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from report_curves import OUR_CONFIG, SWIFT_CONFIG, checkpoints
+from report_curves import OUR_CONFIG, SWIFT_CONFIG, checkpoints, sft_run
 from sweeps import short_or_full
 
 from trainer.cli.report import EXIT_CODES, PROFILES
@@ -26,15 +28,9 @@ def odd_series(rng: np.random.Generator) -> Series:
     """Up to 300 points of any kind; up to a fifth of them not numbers."""
     n = int(rng.choice([0, 1, 2, 3, 9, 30, 120, 300]))
     steps = np.cumsum(rng.integers(1, 5, n)).astype(np.int64)
-    kinds = (
-        lambda: rng.normal(0, 1, n),
-        lambda: np.exp(rng.normal(0, 3, n)),
-        lambda: np.zeros(n),
-        lambda: np.full(n, 1e300),
-        lambda: rng.integers(0, 2, n).astype(np.float64),
-        lambda: rng.standard_cauchy(n),
-    )
-    values = kinds[int(rng.integers(len(kinds)))]()
+    noise = rng.normal(0, 1, n)
+    kinds = (noise, np.exp(3 * noise), 0 * noise, 0 * noise + 1e300, np.sign(noise), 1 / noise)
+    values = kinds[int(rng.integers(len(kinds)))]
     values[rng.random(n) < rng.choice([0, 0, 0.2, 1.0])] = rng.choice([np.nan, np.inf, -np.inf])
     return Series(steps, values)
 
@@ -62,12 +58,11 @@ def odd_log(seed: int) -> RunLog:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("seed", short_or_full(range(0, 150, 5), full=range(150)))
-def test_an_odd_log_gets_a_report_under_every_profile(seed):
+@pytest.mark.parametrize("seed", short_or_full([8, 98, *range(0, 150, 5)], full=range(150)))
+def test_an_odd_log_gets_a_report_under_any_profile(seed):
     log = odd_log(seed)
-    for profile in PROFILES if seed % 10 == 0 else ("auto",):
-        report = analyse(log, profile=profile)
-        check(report, seed)
+    for profile in ("auto", PROFILES[seed % 7 % len(PROFILES)]):
+        check(analyse(log, profile=profile), seed)
 
 
 def check(report: Report, seed: int) -> None:
@@ -75,15 +70,23 @@ def check(report: Report, seed: int) -> None:
     assert len(report.checklist) == 12
     ids = [finding.id for finding in report.findings]
     assert len(ids) == len(set(ids)), (seed, ids)
-    assert [f.level for f in report.findings] == sorted(
-        (f.level for f in report.findings), key=LEVELS.index
-    )
-    for finding in report.findings:
-        assert finding.value is None or isinstance(finding.value, float), (seed, finding)
-        assert finding.steps is None or all(type(step) is int for step in finding.steps), (
-            seed,
-            finding,
-        )
+    ranks = [LEVELS.index(finding.level) for finding in report.findings]
+    assert ranks == sorted(ranks)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"span_s": math.nan},
+        {"config": {"warmup_steps": "auto"}},
+        {"config": {"warmup_ratio": "auto"}},
+        {"config": {"save_steps": math.inf}},
+    ],
+    ids=str,
+)
+def test_facts_that_are_no_numbers_are_left_out(facts):
+    report = analyse(replace(sft_run(0), **facts))
+    assert report.verdict == "OK" and "time span" not in report.facts
 
 
 @pytest.mark.parametrize("seed", [0, 5, 8])

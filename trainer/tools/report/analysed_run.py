@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from trainer.tools.report.anomalies import find_anomalies
 from trainer.tools.report.formatting import shown
 from trainer.tools.report.names import OPTIONS, ROLES, options_of
+from trainer.tools.report.readers.parsing import as_number
 from trainer.tools.report.result import Anomaly, Mover
 from trainer.tools.report.run_log import RunLog, Series
 from trainer.tools.report.shapes import period
@@ -57,7 +59,7 @@ class AnalysedRun:
 
     def moved(self, *roles: str) -> dict[Anomaly, list[Mover]]:
         """Return the anomalies in which metrics with these roles moved, and their moves."""
-        keys = {key for role in roles for key in ROLES[role]}
+        keys = set(map(self.key, roles))
         moves = {one: [m for m in one.movers if m.metric in keys] for one in self.anomalies}
         return {one: movers for one, movers in moves.items() if movers}
 
@@ -68,9 +70,10 @@ class AnalysedRun:
         """
         series = self.log.series
         for name in ROLES[_source(role)]:
-            if name in series:
-                return name
-            if "<" in name and (matching := list(filter(pattern(name).fullmatch, series))):
+            matching = [name] if name in series else []
+            if "<" in name:
+                matching = list(filter(pattern(name).fullmatch, series))
+            if matching:
                 return max(matching, key=lambda key: np.nanmax(series[key].values, initial=-np.inf))
         return None
 
@@ -130,19 +133,19 @@ class AnalysedRun:
         return self.config(*OPTIONS[purpose])
 
     def amount(self, purpose: str) -> float | None:
-        """Return the value of the option that serves `purpose` if it is a positive number, else
-        None.
+        """Return the value of the option that serves `purpose` if it is a positive finite number,
+        else None.
         """
-        value = self.setting(purpose)
-        return value if isinstance(value, int | float) and value > 0 else None
+        value = as_number(self.setting(purpose))
+        return value if value is not None and 0 < value < np.inf else None
 
     @cached_property
     def is_configured(self) -> bool:
         """Return whether the log holds launch options. `trainer_state.json`, for example, holds
         only the length of the run and the intervals of logging, validation and saving.
         """
-        purposes = ("lr", "clip", "warmup", "schedule")
-        return any(self.setting(purpose) is not None for purpose in purposes)
+        settings = map(self.setting, ("lr", "clip", "warmup", "schedule"))
+        return any(value is not None for value in settings)
 
     def quoted(self, purpose: str) -> str:
         """Quote an option, as in `learning_rate = 5e-5` or `max_grad_norm is not set`."""
@@ -154,10 +157,15 @@ class AnalysedRun:
 
     def checkpoint(self, step: int) -> str:
         """Describe the newest complete checkpoint at or before a step."""
-        saved = [one.step for one in self.log.checkpoints if one.is_complete and one.step <= step]
+        saved = [at for at in self.kept if at <= step]
         if not saved:
             return f"a checkpoint of step {step} or before, if one was kept"
         return f"the checkpoint of step {max(saved)}"
+
+    @cached_property
+    def kept(self) -> Mapping[int, Path]:
+        """Step -> directory of each complete checkpoint."""
+        return {one.step: one.path for one in self.log.checkpoints if not one.faults}
 
     @cached_property
     def is_pretrained(self) -> bool:
@@ -248,6 +256,17 @@ def _over_median(series: Series, until: int | None = None) -> Series:
     return _over(series, float(np.median(series.values[:until])) if series else 0.0)
 
 
+def _is_zero(_: AnalysedRun, series: Series) -> Series:
+    """Return 1 where a metric is 0, else 0."""
+    return Series(series.steps, np.where(series.values == 0, 1.0, 0.0))
+
+
+def _swings(_: AnalysedRun, losses: Series) -> Series:
+    """Return the change of a loss from point to point, as a share of itself."""
+    changes = np.diff(np.log(losses.values.clip(min=1e-9)))
+    return Series(losses.steps[1:], np.abs(changes))
+
+
 def _at_cap(run: AnalysedRun, lengths: Series) -> Series:
     """Return 1 where the longest answer reaches its limit, else 0.
 
@@ -270,7 +289,10 @@ DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
     "reward_std_ratio": ("reward_std", lambda _, one: _over_median(one, len(one) // 3 + 1)),
     "min_length_ratio": ("min_length", lambda _, one: _over_median(one)),
     "at_cap": ("max_length", _at_cap),
-    "zero_loss": ("loss", lambda _, one: Series(one.steps, np.where(one.values == 0, 1.0, 0.0))),
+    "zero_loss": ("loss", _is_zero),
+    "zero_rate": ("lr", _is_zero),
+    "loss_size": ("loss", lambda _, one: Series(one.steps, np.abs(one.values))),
+    "swings": ("loss", _swings),
     "latency_ratio": ("latency", lambda run, one: _over(one, run.config(*BUDGETS))),
 }
 """Derived role -> the logged role that it is computed from, and the function that computes it."""

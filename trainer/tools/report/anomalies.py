@@ -111,12 +111,16 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
     if not witnesses:
         return ()
     grid = max((witness.series.steps for witness in witnesses), key=len)
-    points = _qualified(witnesses, grid)
+    far = []
+    for one in witnesses:
+        places = np.searchsorted(grid, one.series.steps[one.is_far])
+        far.append((one.group, places.clip(max=len(grid) - 1)))
+    points = np.unique(np.concatenate([places for _, places in far]))
     clusters = np.split(points, np.flatnonzero(np.diff(points) > MERGE_POINTS) + 1)
     found = [
         _anomaly(witnesses, grid, int(cluster[0]), int(cluster[-1]), total_steps)
         for cluster in clusters
-        if len(cluster)
+        if _is_fault(far, cluster)
     ]
     has_gradient = any(witness.group == "gradient" for witness in witnesses)
     hard = [one for one in found if has_gradient and _is_hard_batch(one)]
@@ -158,20 +162,12 @@ def _is_hard_batch(anomaly: Anomaly) -> bool:
     return is_single and is_alone and not anomaly.ratio > HARD_BATCH
 
 
-def _qualified(witnesses: list[Witness], grid: Ints) -> Ints:
-    """Return the grid points of anomalies.
-
-    At such a point a metric in `EFFECTS` left its range, or metrics of two other groups did so
-    at most one point apart.
+def _is_fault(far: list[tuple[str, Ints]], points: Ints) -> bool:
+    """Return whether a metric in `EFFECTS`, or metrics of two other groups, left their range at some
+    of these points.
     """
-    masks = {group: np.zeros(len(grid), dtype=bool) for group in GROUPS}
-    for witness in witnesses:
-        places = np.searchsorted(grid, witness.series.steps[witness.is_far])
-        masks[witness.group][places.clip(max=len(grid) - 1)] = True
-    effects = np.any([masks.pop(group) for group in EFFECTS], axis=0)
-    near = [np.convolve(mask, np.ones(3), "same") > 0 for mask in masks.values()]
-    others = np.any(list(masks.values()), axis=0) & (np.sum(near, axis=0) >= 2)
-    return np.flatnonzero(effects | others)
+    groups = {group for group, places in far if np.isin(places, points).any()}
+    return not groups.isdisjoint(EFFECTS) or len(groups) > 1
 
 
 def _anomaly(

@@ -1,10 +1,9 @@
 """Tables of the usual ranges of metrics, and of the shifts, growth and plateaus that indicate a problem.
 
-`checks_bands.py` judges each row. The column `reason` holds a key of `REASONS`, which gives the
-cause and the remedies.
+`checks_bands.py` judges each row.
 """
 
-import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from trainer.tools.report.names import rows_of
@@ -33,9 +32,12 @@ oom_nccl:retries      | alloc_retries 1    | ..0       | fail  |            | to
 truncation            | truncated mean     | ..0.05    | warn  |            | cut | The share of truncated samples
 truncation:empty      | empty_label 1      | ..0       | warn  |            | empty | The number of empty samples
 accuracy:zero         | accuracy 21        | 0.001..   | fail  | controller | no_answers | The accuracy
+lr_schedule:zero      | zero_rate          | ..0.5     | warn  |            | no_rate | The share of rates that are 0
 budget:stuck          | violation 21       | ..0.5     | fail  | controller | penalty | The share of answers over budget
 budget:latency        | latency_ratio last | ..1       | warn  | controller | penalty | Latency relative to its budget
 budget:final          | violation last     | ..0.05    | note  | controller | go_on | The last share over the budget
+loss_oscillating      | swings             | ..0.5     | warn  | sft generic | swinging | The swing of the loss
+loss_oscillating      | loss_size          | ..2       | warn  | controller | swinging | The size of the loss
 loss_zero             | zero_loss 10       | ..0.5     | fail  | sft        | no_labels | The share of zero losses
 loss_zero             | zero_loss 10       | ..0.5     | fail  | controller | no_groups | The share of zero losses
 reward_trend:negative | reward max         | 0..       | info  | grpo controller | negative | The highest reward
@@ -125,180 +127,6 @@ accuracy:flat         | accuracy 20        |      | warn  | controller      | un
 judge.
 """
 
-REASONS: dict[str, tuple[str, ...]] = {
-    "none": ("",),
-    "trend": ("", "The trend counts more than the level."),
-    "negative": (
-        "Accuracy is still low, or the latency budget is missed.",
-        "This is fine while the reward rises; otherwise check the accuracy and the budget.",
-    ),
-    "drowned": (
-        "The weights of the reward functions hide the signal to learn from, or groups are too small.",
-        "Change the reward weights.",
-        "larger_group",
-    ),
-    "unsuitable": (
-        "The run is still too short, or the hyperparameters are unsuitable.",
-        "Train longer, or change {lr} and {group}.",
-    ),
-    "no_end": ("Some answers never reach an end token.", "shorter_completions"),
-    "no_labels": (
-        "The batches have no label tokens: wrong template or mask, or truncation comes too early.",
-        "Look at the labels of a batch, and check {max_length} and the truncation.",
-    ),
-    "no_groups": (
-        "Groups have no effect: if all rewards of a group are equal, its advantages are 0.",
-        "Check that a group holds several answers to one prompt.",
-        "larger_group",
-    ),
-    "kept": (
-        "Memory is not freed: for example a list of losses, a cache, or worker processes.",
-        "Compare with {workers}=0, and look for tensors that are kept from step to step.",
-    ),
-    "unfit": (
-        "The tokenizer or chat template does not match the model, or the weights are untrained.",
-        "Decode a tokenized sample, and check which weights were loaded.",
-    ),
-    "by_heart": (
-        "The model has probably memorized the samples: it saw too few of them too often.",
-        "Train for fewer {epochs}, add data, or use an earlier checkpoint.",
-    ),
-    "unstable": ("Training is unstable: the learning rate is too high.", "lower_rate", "clip"),
-    "unsaved": (
-        "The disk is full or gone, or a rank failed while saving. A crash would cost all steps "
-        "since the last good checkpoint.",
-        "Look for save errors in the log, and check the free disk space.",
-    ),
-    "scale": (
-        "The loss or the model has an unusual scale. This alone is not a problem.",
-        "Nothing to do if the loss falls steadily.",
-    ),
-    "vanished": (
-        "Nothing is left to learn, the loss covers no label tokens, layers are dead or frozen, or "
-        "gradients underflow.",
-        "Check the labels and which parameters are trained; stop if the loss no longer falls.",
-    ),
-    "slow_data": (
-        "Loading and preparing samples is slower than training on them.",
-        "loading",
-    ),
-    "slow": (
-        "Data loading or storage is slow, there is too little parallelism, or the model is simply "
-        "large: 2 to 5 s is usual for 7B on 8 A100 at 4096 tokens.",
-        "loading",
-    ),
-    "computing": (
-        "The device is hotter or shared with another process, samples are longer, other ranks are "
-        "late, or the model is simply large: 2 to 5 s is usual for 7B on 8 A100 at 4096 tokens.",
-        "Compare sequence lengths and device clocks with those of fast steps, or of another run.",
-    ),
-    "stalls": ("The loader, the network or the storage stalls.", "loading"),
-    "stops": (
-        "No answer stopped where it should: the policy has unlearned the end token.",
-        "watch",
-    ),
-    "idle": (
-        "Batches are too small, or the devices wait for data or for other ranks.",
-        "larger_batch",
-        "loading",
-    ),
-    "headroom": (
-        "There is no headroom for fragmentation or longer batches: one longer sample may not fit.",
-        "memory",
-    ),
-    "too_little": ("The device has too little memory.", "memory"),
-    "cut": (
-        "{max_length} is shorter than some samples, so their answers are cut off.",
-        "Raise {max_length}, or leave long samples out.",
-    ),
-    "empty": (
-        "Answers are empty, or prompts fill the length limit: the model learns nothing from them.",
-        "Remove them, or raise {max_length}.",
-    ),
-    "no_answers": (
-        "Often the answers are missing from the metadata; otherwise the metric does not suit the "
-        "texts.",
-        "Check the answers field and the metric, and read generated texts. Early in training, wait.",
-    ),
-    "penalty": (
-        "The penalty for latency is too weak, or the budget cannot be met.",
-        "Raise the penalty for violations and latency, or the budget.",
-    ),
-    "go_on": (
-        "Training is not finished, or the penalty is weak.",
-        "Keep training while it falls; otherwise raise the violation penalty.",
-    ),
-    "far": ("The policy is about to leave its reference.", "stronger_kl"),
-    "still": ("The policy hardly moves.", "Nothing to do if the reward rises."),
-    "cut_off": (
-        "Answers have become longer: they reach the limit, break their format, and earn no reward.",
-        "shorter_completions",
-    ),
-    "unclipped": (
-        "Above: updates are too large. Below: each batch is used once, so that ratios stay at 1.",
-        "tighter_ratio",
-        "lower_rate",
-    ),
-    "equal": (
-        "All rewards of a group are equal, so there is nothing to learn from.",
-        "larger_group",
-    ),
-    "one": (
-        "The normalisation is wrong: about 1 is expected.",
-        "Check how advantages are normalised.",
-    ),
-    "groups": (
-        "Groups are formed wrongly, or the normalisation is missing.",
-        "Check that a group holds the samples of one prompt.",
-    ),
-    "narrow": (
-        "The range or threshold of the reward is too narrow.",
-        "Widen the reward's clipping range, or scale the reward down.",
-    ),
-    "diverges": (
-        "Training diverges, or the policy has found a dead end.",
-        "Stop, and go back to {checkpoint}.",
-        "lower_rate",
-    ),
-    "scatter": (
-        "Sampling has become unstable, or a reward function gives extreme values.",
-        "Read answers that were generated after that step, together with their rewards.",
-        "larger_group",
-    ),
-    "random": (
-        "Updates are too large, or a bonus for entropy outweighs the reward.",
-        "lower_rate",
-        "stronger_kl",
-    ),
-    "explores": (
-        "The reward pulls too hard, or the sampling temperature is too low.",
-        "Raise the temperature or an entropy bonus.",
-        "lower_rate",
-    ),
-    "values": (
-        "The value network no longer predicts the rewards, so the advantages are noise.",
-        "Lower its learning rate, or go back to {checkpoint}.",
-        "clip",
-    ),
-    "endless": (
-        "The policy no longer stops where it should: long answers are cut off and lose their "
-        "reward.",
-        "shorter_completions",
-    ),
-    "short": (
-        "Answers end early: the policy degenerates, or the end-of-text token is rewarded too much.",
-        "watch",
-    ),
-    "slower": (
-        "The device is hotter or shared with another process, the disk or the network is slow, or "
-        "samples are longer.",
-        "Compare sequence lengths, memory and device clocks before and after that step.",
-    ),
-}
-"""Name -> the cause, then remedies, each a key of `ADVICE` or a sentence. Options appear as
-{purpose}; {checkpoint} stands for the newest checkpoint before the change.
-"""
-
 
 class Row(NamedTuple):
     """A row of one of the tables in this module."""
@@ -314,9 +142,9 @@ class Row(NamedTuple):
     range: str
     """The usual range, or the factor of a move."""
     level: str
-    profiles: tuple[str, ...]
-    reason: tuple[str, ...]
-    """The cause, then the remedies."""
+    profiles: list[str]
+    reason: str
+    """A key of `REASONS` in advice.py, which gives the cause and the remedies."""
     what: str
     """The metric in words, or the meaning of its move."""
 
@@ -325,22 +153,13 @@ class Row(NamedTuple):
         """Return the number among the options; 0 if there is none."""
         return next((int(word) for word in self.options if word.isdigit()), 0)
 
-    @property
-    def limits(self) -> tuple[float, float]:
-        """Return the lower and the upper limit. A limit that the range leaves open is infinite."""
-        low, high = self.range.split("..")
-        return float(low or -math.inf), float(high or math.inf)
+
+def _rows(table: str) -> Iterator[Row]:
+    """Yield the rows of a table."""
+    for id_, metric, range_, level, profiles, reason, what in rows_of(table):
+        role, *options = metric.split()
+        names = profiles.split()
+        yield Row(id_, role, frozenset(options), range_, level, names, reason, what)
 
 
-def _row(
-    id_: str, metric: str, range_: str, level: str, profiles: str, reason: str, what: str
-) -> Row:
-    """Make a row from its cells."""
-    role, *options = metric.split()
-    names = tuple(profiles.split())
-    return Row(id_, role, frozenset(options), range_, level, names, REASONS[reason], what)
-
-
-BANDS, MOVES, GROWTH, FLAT = (
-    tuple(_row(*cells) for cells in rows_of(table)) for table in (_BANDS, _MOVES, _GROWTH, _FLAT)
-)
+BANDS, MOVES, GROWTH, FLAT = (tuple(_rows(table)) for table in (_BANDS, _MOVES, _GROWTH, _FLAT))

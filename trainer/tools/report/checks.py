@@ -5,12 +5,12 @@ roles, and does not run if one is missing. It yields `fail`, `warn`, `note` and 
 check with one metric and one limit is a row of `bands.py` instead.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from trainer.tools.report.advice import advise
+from trainer.tools.report.advice import REASONS, advise
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
 from trainer.tools.report.result import LEVELS, Finding
 
@@ -21,9 +21,23 @@ Findings = Iterator[Finding]
 Function = Callable[..., Findings]
 
 
-def finding_of(level: str, title: str, *, id: str = "", **fields: Any) -> Finding:
-    """Return a finding whose remedy still contains keys of `ADVICE`; `judge` resolves them."""
-    return Finding(id, "", level, title, **fields)
+def finding_of(
+    level: str,
+    title: str,
+    *,
+    reason: str = "none",
+    id: str = "",
+    cause: str = "",
+    remedy: Any = (),
+    **fields: Any,
+) -> Finding:
+    """Return a finding with the cause and the remedies of a reason, unless others are given. The
+    remedies still contain keys of `ADVICE`; `judge` resolves them.
+    """
+    usual_cause, *usual = REASONS[reason]
+    cause = cause or usual_cause
+    fields["remedy"] = remedy or usual
+    return Finding(id, "", level, title, cause=cause, **fields)
 
 
 fail, warn, note, info = (partial(finding_of, level) for level in LEVELS)
@@ -38,17 +52,17 @@ class Check:
 
     name: str
     roles: tuple[str, ...]
-    profiles: Sequence[str]
+    profiles: list[str]
     function: Function
     least: int = 1
     """The number of points that it needs of each metric."""
 
 
 def finding(
-    name: str, *roles: str, profiles: Sequence[str] = (), least: int = 1
+    name: str, *roles: str, profiles: str = "", least: int = 1
 ) -> Callable[[Function], Check]:
     """Turn a function into a check. It is called with the run and the series of the roles."""
-    return lambda function: Check(name, roles, profiles, function, least)
+    return lambda function: Check(name, roles, profiles.split(), function, least)
 
 
 def judge(run: AnalysedRun, checks: Iterable[Check]) -> tuple[list[Finding], dict[str, str]]:
@@ -69,7 +83,7 @@ def judge(run: AnalysedRun, checks: Iterable[Check]) -> tuple[list[Finding], dic
 
 def _complete(check: Check, found: Finding, run: AnalysedRun) -> Finding:
     """Fill in a finding's id, rule and metric, and the sentences of its remedy."""
-    advice = [advise(run, name) for name in found.remedy]
+    advice = [advise(run, name, found.begin) for name in found.remedy]
     return replace(
         found,
         id=f"{check.name}:{found.id}" if found.id else check.name,

@@ -1,5 +1,6 @@
 """Checks that each judge a single metric, one for every row of `bands.py`."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from trainer.tools.report.analysed_run import AnalysedRun, NotJudged
-from trainer.tools.report.bands import BANDS, FLAT, GROWTH, MOVES, REASONS, Row
+from trainer.tools.report.bands import BANDS, FLAT, GROWTH, MOVES, Row
 from trainer.tools.report.checks import START_STEPS, Check, Findings, finding_of
 from trainer.tools.report.checks_speed import slowest_phase
 from trainer.tools.report.formatting import number
 from trainer.tools.report.result import Finding
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import Move, began, beyond, has_risen, shift
-from trainer.tools.report.statistics import slope, within
+from trainer.tools.report.statistics import is_falling, is_rising, slope, within
 from trainer.train.detection.window import noise
 
 NUM_ENDS = 10
@@ -31,6 +32,16 @@ CLIP_RISE = 5
 """A share of clipped ratios up to the first value is a fault only if it is this many times as high as
 at the start.
 """
+MIN_RATES = 20
+ZERO_SHARE = 0.05
+"""In a log with at least the first number of learning rates, the rate may be 0 in at most the second
+share of the points: a schedule ends at 0.
+"""
+DECAYED_SHARE = 0.1
+DECAYED_ZERO_SHARE = 0.2
+"""Below the first share of its peak, a rate may be printed as 0 in at most the second share of the
+points.
+"""
 LASTING_SHARE = 0.02
 MOST = 0.75
 """A move that passed counts if it lasts for the first share of the points; a fall, if it also takes
@@ -40,22 +51,18 @@ NUM_SUDDEN = 5
 """A move is sudden if it takes at most this many points."""
 
 
-def _finding(row: Row, run: AnalysedRun, title: str, **fields: Any) -> Finding:
+def _finding(
+    row: Row, run: AnalysedRun, title: str, steps: tuple[int, int], **fields: Any
+) -> Finding:
     """Return the finding that a row reports, with its cause and remedies."""
-    cause, *remedy = row.reason
-    phase = slowest_phase(run, *fields["steps"]) if row.id.startswith("time_high") else None
-    if phase not in (None, "data"):
-        cause, *remedy = REASONS["computing"]
-        fields["evidence"] = [f"the time goes to {phase}"]
-    before = run.checkpoint(fields["steps"][0])
-    return finding_of(
-        row.level,
-        title,
-        cause=cause.format_map(run.options),
-        remedy=[text.replace("{checkpoint}", before) for text in remedy],
-        metric=run.name(row.role),
-        **fields,
-    )
+    reason = row.reason
+    evidence = []
+    if row.id.startswith("time_high"):
+        phase = slowest_phase(run, *steps)
+        if phase != "data":
+            reason = "computing"
+            evidence = [f"the time goes to {phase}"]
+    return finding_of(row.level, title, reason=reason, steps=steps, evidence=evidence, **fields)
 
 
 def _part(row: Row, points: Series) -> Series:
@@ -77,66 +84,92 @@ def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
     points = run.levels(row.role)
     part = _part(row, points)
     is_whole = len(part) < len(points) or bool(row.options & {"all", "max", "last"})
-    low, high = row.limits
+    low, high = row.range.split("..")
+    least = float(low or -math.inf)
+    most = float(high or math.inf)
     of = next((LEVELS[word] for word in row.options & LEVELS.keys()), np.median)
-    found = beyond(part, low=low, high=high, width=len(part) if is_whole else row.width, of=of)
+    width = len(part) if is_whole else row.width
+    found = beyond(part, low=least, high=most, width=width, of=of)
     if found is None or len(part) < row.width:
         return
+    excuse = EXCUSES.get(row.id) if row.level == "warn" else None
+    if excuse and (reason := excuse(run, found)):
+        raise NotJudged(reason)
     level = float(of(found.values))
-    if row.level == "warn" and row.id in EXCUSES and (excuse := EXCUSES[row.id](run, level)):
-        raise NotJudged(excuse)
     where = "" if is_whole else f" from step {found.ends[0]} on"
     if row.width == 1:
         peak = np.argmax(part.values)
         level = part.values[peak]
         where = f" at step {part.steps[peak]}"
-    usual = f"at least {number(low)}" if np.isinf(high) else f"at most {number(high)}"
-    if np.isfinite([low, high]).all():
-        usual = f"{number(low)} to {number(high)}"
+    usual = f"at least {low}" if low else f"at most {high}"
+    if low and high:
+        usual = f"{low} to {high}"
     title = f"{row.what} is {number(level)}{where}; {usual} is usual."
-    limit = high if level > (low + high) / 2 else low
-    yield _finding(row, run, title, steps=found.ends, value=level, threshold=limit)
+    limit = most if level > (least + most) / 2 else least
+    yield _finding(row, run, title, found.ends, value=level, threshold=limit)
 
 
-def _may_be_untrained(run: AnalysedRun, _: float) -> str:
+def _may_be_untrained(run: AnalysedRun, _: Series) -> str:
     model = run.config("partial_pretrain", "model_name_or_path", "model.path")
     return "" if model else "the model is not known, so its weights may have been random"
 
 
-def _has_generalised(run: AnalysedRun, level: float) -> str:
+def _has_generalised(run: AnalysedRun, low: Series) -> str:
     held_out = run.find("val_loss")
-    is_low = bool(held_out) and held_out.values[-1] < 2 * level
+    is_low = bool(held_out) and held_out.values[-1] < 2 * np.median(low.values)
     return "the validation loss is similarly low, so nothing was memorized" if is_low else ""
 
 
-def _few_are_cut(run: AnalysedRun, _: float) -> str:
+def _few_are_cut(run: AnalysedRun, _: Series) -> str:
     """In a large batch, the longest answer often reaches the cap although only a few answers do. If
     their share is not known, this is assumed when the usual answer is short.
     """
-    shares = run.find("clipped_ratio")
-    if shares:
-        are_few = float(np.median(shares.values)) < FEW_CUT_OFF
-    else:
-        lengths = run.find("mean_length").values
-        cap = run.find("max_length").values.max()
-        are_few = len(lengths) > 0 and np.median(lengths) < cap / 2
+    measured = run.find("clipped_ratio")
+    few = FEW_CUT_OFF
+    if not measured:
+        measured = run.find("mean_length")
+        few = run.find("max_length").values.max() / 2
+    are_few = bool(measured) and np.median(measured.values) < few
     return "few answers are cut off" if are_few else ""
 
 
-def _was_clipped(run: AnalysedRun, level: float) -> str:
+def _was_clipped(run: AnalysedRun, high: Series) -> str:
     start = np.median(run.find("clip_ratio").values[:NUM_ENDS])
-    may_be = level <= CLIPPED and level < CLIP_RISE * start
-    return "the share of clipped ratios was high from the start" if may_be else ""
+    is_usual = np.median(high.values) < min(CLIPPED, CLIP_RISE * start)
+    return "the share of clipped ratios was high from the start" if is_usual else ""
 
 
-EXCUSES: dict[str, Callable[[AnalysedRun, float], str]] = {
+def _gets_better(run: AnalysedRun, swings: Series) -> str:
+    losses = within(run.find("loss"), *swings.ends)
+    return "the loss falls in spite of its swings" if is_falling(losses) else ""
+
+
+def _is_rounded(run: AnalysedRun, zeros: Series) -> str:
+    """Some logs print only a few digits of a rate. If all are 0, they are rounded in a run that gets
+    better; otherwise, if they follow a low rate or are few.
+    """
+    rates = run.find("lr")
+    share = len(zeros) / len(rates)
+    before = within(rates, 0, zeros.steps[0] - 1).values
+    is_decayed = len(before) > 0 and before[-1] < DECAYED_SHARE * rates.values.max()
+    is_rounded = share < (DECAYED_ZERO_SHARE if is_decayed else ZERO_SHARE)
+    if len(rates) < MIN_RATES:
+        is_rounded = True  # a warm-up may begin at 0
+    elif share == 1:
+        is_rounded = is_falling(run.find("loss")) or is_rising(run.find("reward"))
+    return "the log prints only a few digits of the rate" if is_rounded else ""
+
+
+EXCUSES: dict[str, Callable[[AnalysedRun, Series], str]] = {
     "loss_start_high": _may_be_untrained,
     "loss_final": _has_generalised,
+    "loss_oscillating": _gets_better,
+    "lr_schedule:zero": _is_rounded,
     "clipped_ratio:cap": _few_are_cut,
     "clip_ratio": _was_clipped,
 }
-"""Id of a band -> a function of the run and of the level outside the band. It returns the reason
-why the level is no warning, or "".
+"""Id of a band -> a function of the run and of the points outside the band. It returns the reason
+why they are no warning, or "".
 """
 
 
@@ -145,25 +178,22 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
     points = run.levels(row.role)
     factor = float(row.range)
     found = shift(points, sign=1 if factor > 0 else -1, ratio=abs(factor))
-    num_moved = len(within(points, *found.steps)) if found else 0
-    if found is None or num_moved < row.width:
+    if found is None:
         return
-    is_over = not found.is_lasting
-    is_long = num_moved >= LASTING_SHARE * len(points)
-    if is_over and not ("passing" in row.options and is_long):
+    may_pass = "passing" in row.options
+    least = LASTING_SHARE * len(points) if may_pass else row.width
+    is_long = (found.is_lasting or may_pass) and len(within(points, *found.steps)) >= least
+    is_gradual = "sudden" in row.options and not _is_sudden(points, found.steps[0], abs(factor))
+    is_speed = row.role in ("ordinary_time", "tokens_per_s")
+    is_expected = is_gradual or (is_speed and _follows_lengths(run, found))
+    if not is_long or is_expected or _is_return(points, found, abs(factor)):
         return
-    if _is_return(points, found, abs(factor)):
-        return
-    if "sudden" in row.options and not _is_sudden(points, found.steps[0], abs(factor)):
-        return
-    if row.role in ("ordinary_time", "tokens_per_s") and _follows_lengths(run, found):
-        return
-    back = f" and came back after step {found.steps[1]}" if is_over else ""
+    back = "" if found.is_lasting else f" and came back after step {found.steps[1]}"
     title = (
         f"{run.name(row.role)} went from {number(found.before)} to {number(found.after)} after "
         f"step {found.at}{back}: {row.what}."
     )
-    yield _finding(row, run, title, steps=(found.at, found.steps[1]), value=found.after)
+    yield _finding(row, run, title, (found.at, found.steps[1]), value=found.after)
 
 
 def _is_return(points: Series, move: Move, ratio: float) -> bool:
@@ -205,7 +235,7 @@ def _grows(row: Row, run: AnalysedRun, _: Series) -> Findings:
         is_growing &= slope(run.find("mean_length")).relative_change < course.relative_change / 2
     if is_growing and points.ends[1] >= row.width:
         title = f"{row.what}, by {course.relative_change:.1%} to {number(late.values[-1])}."
-        yield _finding(row, run, title, steps=(began(points), points.ends[1]))
+        yield _finding(row, run, title, (began(points), points.ends[1]))
 
 
 def _stays(row: Row, run: AnalysedRun, _: Series) -> Findings:
@@ -213,7 +243,7 @@ def _stays(row: Row, run: AnalysedRun, _: Series) -> Findings:
     points = run.levels(row.role)
     if len(points) >= row.width and not has_risen(points):
         title = f"{row.what} does not rise; its level is {number(np.median(points.values))}."
-        yield _finding(row, run, title, steps=points.ends)
+        yield _finding(row, run, title, points.ends)
 
 
 def _is_sudden(points: Series, onset: int, ratio: float) -> bool:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,15 +15,15 @@ from trainer.tools.report.learning_rate import (
     restarted_at,
     scheduled,
 )
+from trainer.tools.report.readers.parsing import as_step
 from trainer.tools.report.result import Anomaly, Mover
 from trainer.tools.report.run_log import Series
-from trainer.tools.report.shapes import Move, beyond, shift
+from trainer.tools.report.shapes import Move, shift
 from trainer.tools.report.statistics import (
     bins,
     is_falling,
     is_rising,
     rolling,
-    runs,
     slope,
     within,
 )
@@ -59,11 +58,6 @@ EXPLOSION = 20
 """A gradient norm above this many times its usual level is an explosion, unless most bursts stay
 below half of that: then it is the end of a heavy tail.
 """
-SWING = 0.5
-POLICY_SWING = 2.0
-"""A loss swings violently if it changes by this share of itself from point to point. A policy's
-loss does so if its size exceeds the second value.
-"""
 LEAST_FALL = 0.03
 HIDDEN_FALL = 0.1
 MISSING_START = 0.25
@@ -85,16 +79,6 @@ many times the usual spread of such differences. If half of the rise is gone in 
 points, it is a spike.
 """
 LONGEST_WARMUP = 2000
-ZERO_SHARE = 0.05
-"""A learning rate may be 0 in at most this share of the points: a schedule ends at 0."""
-DECAYED_SHARE = 0.1
-DECAYED_ZERO_SHARE = 0.2
-"""Below the first share of its peak, a rate may be printed as 0 in at most the second share of the
-points.
-"""
-CHECK_SCHEDULE = (
-    "Check the number of steps of the schedule, {warmup}, and whether resuming restores it."
-)
 JITTER = 0.1
 """Noise above this share of the loss is mentioned."""
 
@@ -122,13 +106,11 @@ def nonfinite(run: AnalysedRun) -> Findings:
             metric=bad[first],
             steps=(first, last),
             evidence=[f"steps {listed(map(str, sorted(bad)))}"],
-            cause="Overflow in 16-bit numbers, a learning rate that is too high, or a sample that breaks "
-            "the model.",
-            remedy=("lower_rate", "clip", f"Look at the batch of step {first}."),
+            reason="overflow",
         )
 
 
-@finding("loss_not_falling", "loss", profiles=("sft", "generic"), least=NUM_STRETCHES)
+@finding("loss_not_falling", "loss", profiles="sft generic", least=NUM_STRETCHES)
 def falling(run: AnalysedRun, losses: Series) -> Findings:
     """Find a loss that does not fall over the run, or that does not fall in the first steps.
 
@@ -149,18 +131,14 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
             f"The loss does not fall: its level is {number(course.level)} over "
             f"{len(losses)} points.",
             steps=losses.ends,
-            cause="The learning rate is too low or too high, or the labels contain no learnable signal.",
-            remedy=(
-                "Try {lr} three times higher and three times lower for 100 steps, and check the labels.",
-            ),
+            reason="no_signal",
         )
     elif len(first) == NUM_STRETCHES and not is_falling(first):
         yield note(
             f"The loss did not fall in the first {START_STEPS} steps.",
             id="start",
             steps=first.ends,
-            cause="The warm-up is long, or noise hides the small improvement of so few steps.",
-            remedy=("Nothing to do if the learning rate was still warming up.",),
+            reason="slow_start",
         )
     elif not falls and is_expected:
         raise NotJudged(
@@ -199,22 +177,14 @@ def rise_of(losses: Series) -> Move | None:
     The rise is a ratio, or a difference if the loss changes sign. In the first steps, a level is
     the median of only a few points, because a wider window would miss a brief low.
     """
-    ratio = RISE_RATIO
-    sigma = 4
-    part = 0.0
-    least = LEAST_RISE
+    ratio, sigma, part, least = RISE_RATIO, 4, 0.0, LEAST_RISE
     if losses.values.min() <= 0:
-        ratio = 1.0
-        sigma = 6
-        part = 0.5
-        least = POLICY_RISE
+        ratio, sigma, part, least = 1.0, 6, 0.5, POLICY_RISE
     recent = min(NUM_RECENT, max(NUM_FEW, len(losses) // 8))
     last_early = losses.steps[min(NUM_EARLY, len(losses) // 4) - 1]
     for width in (NUM_FEW, recent):
         rise = shift(losses, sign=1, ratio=ratio, sigma=sigma, share=part, width=width)
-        if rise is None:
-            continue
-        if rise.after - rise.before < min(least, max(rise.before, LOW_LOSS)):
+        if rise is None or rise.after - rise.before < min(least, max(rise.before, LOW_LOSS)):
             continue
         lasts = len(within(losses, *rise.steps)) >= recent
         if not rise.is_lasting:  # a smaller rise that passes can occur by chance
@@ -226,14 +196,14 @@ def rise_of(losses: Series) -> Move | None:
     return None
 
 
-@finding("loss_diverging", "loss", profiles=("sft", "grpo", "generic"))
+@finding("loss_diverging", "loss", profiles="sft grpo generic")
 def diverging(run: AnalysedRun, losses: Series) -> Findings:
     """Find a loss that rose above its best level, whether it stayed there or came back."""
     rise = rise_of(losses)
-    least = POLICY_RISE if run.profile == "grpo" else 0
-    if not rise or rise.after - rise.before < least:
+    if rise is None:
         return
-    if run.profile != "grpo" and _begins_with(_jump(losses), losses, rise):
+    is_small = rise.after - rise.before < POLICY_RISE
+    if is_small if run.profile == "grpo" else _begins_with(_jump(losses), losses, rise):
         return
     is_early = len(within(losses, 0, rise.at)) < NUM_EARLY
     back = "did not come back" if rise.is_lasting else f"came back after step {rise.steps[1]}"
@@ -242,33 +212,9 @@ def diverging(run: AnalysedRun, losses: Series) -> Findings:
         f"The loss rose from {number(rise.before)} to {number(rise.after)} from step "
         f"{rise.steps[0]} on and {back}.",
         steps=rise.steps,
-        cause="The learning rate is too high for these weights, its warm-up is too short, or some batches "
-        "destabilize the model.",
+        reason="too_fast",
         remedy=(restart, "lower_rate", "clip"),
     )
-
-
-@finding("loss_oscillating", "loss", profiles=("sft", "generic", "controller"))
-def oscillating(run: AnalysedRun, losses: Series) -> Findings:
-    """Find violent swings: large relative changes from point to point without a falling trend.
-
-    A controller's loss has no level to compare with, so its size counts instead.
-    """
-    changes = np.diff(np.log(losses.values.clip(min=1e-9)))
-    swings = Series(losses.steps[1:], np.abs(changes))
-    limit = SWING
-    if run.profile == "controller":
-        swings = Series(losses.steps, np.abs(losses.values))
-        limit = POLICY_SWING
-    found = beyond(swings, high=limit, width=max(10, len(swings) // 20))
-    if found and not is_falling(within(losses, *found.ends)):
-        yield warn(
-            f"The loss swings violently ({number(np.median(found.values))}, limit {number(limit)}) "
-            f"from step {found.ends[0]} on, without getting better.",
-            steps=found.ends,
-            cause="The learning rate is too large, or the batch too small.",
-            remedy=("lower_rate", "larger_batch"),
-        )
 
 
 @finding("loss_spike", "loss")
@@ -291,8 +237,7 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
             f"{sum(a.has_recovered for a in spikes)} went back to the usual level",
             f"highest losses of step {peak.peak_step}: {named}" if rows else "",
         ],
-        cause="Updates or batches destabilize the model. Check which other metrics changed at the same steps.",
-        remedy=("clip", "larger_batch", "watch"),
+        reason="bad_batches",
     )
 
 
@@ -301,21 +246,16 @@ def jitter(run: AnalysedRun, losses: Series) -> Findings:
     """Explain noise from point to point in a run that improves: its loss falls or, in a controller
     run, its rewards rise.
     """
-    level = abs(slope(losses).level)
-    improves = is_falling(losses)
-    group = []
-    if run.profile == "controller":
-        level = 1.0
-        improves = is_rising(run.get("reward"))
-        group = ["larger_group"]
-    if improves and noise(losses.values) > JITTER * level:
+    is_controller = run.profile == "controller"
+    level = 1.0 if is_controller else abs(slope(losses).level)
+    improves = is_rising(run.get("reward")) if is_controller else is_falling(losses)
+    jitters = noise(losses.values)
+    if improves and jitters > JITTER * level:
         yield info(
-            f"The loss jitters by {number(noise(losses.values))} from point to point while the run gets "
+            f"The loss jitters by {number(jitters)} from point to point while the run gets "
             f"better: that is normal.",
             evidence=[_phases(losses)],
-            cause="Samples differ in difficulty, batches are small, groups are sampled, or training is in its "
-            "early phase.",
-            remedy=["Nothing to do. To smooth it:", "larger_batch", *group],
+            reason="jitter_of_groups" if is_controller else "jitter",
         )
 
 
@@ -349,9 +289,7 @@ def explosions(run: AnalysedRun, norms: Series) -> Findings:
                 f"{counted(len(bursts), 'burst')}: {listed(interval(a.steps) for a in bursts)}",
                 run.quoted("clip"),
             ],
-            cause="An unusual batch or policy causes very large gradients. Without clipping, the update "
-            "then makes the weights worse.",
-            remedy=("clip", "lower_rate"),
+            reason="exploded",
         )
 
 
@@ -375,11 +313,7 @@ def schedule(run: AnalysedRun, rates: Series) -> Findings:
         steps=(raised[0].steps[0], raised[-1].steps[1]),
         value=worst.factor,
         evidence=[f"{moved_along(a)} at {interval(a.steps)} followed" for a in led],
-        cause="The scheduler was changed or restored incorrectly, or the rate was changed by hand.",
-        remedy=(
-            f"Find out what changed the rate at step {worst.steps[0]}. Go back to a checkpoint before "
-            "it and continue with the original schedule.",
-        ),
+        reason="raised",
     )
 
 
@@ -392,13 +326,11 @@ def restarted(run: AnalysedRun, rates: Series) -> Findings:
     yield warn(
         f"The learning rate fell after step {at} and warmed up again.",
         steps=(at, run.last_step),
-        cause="The run was resumed without its scheduler state, and perhaps also without its optimizer "
-        "state.",
-        remedy=(f"Resume from {run.checkpoint(at)}, with all of its files.",),
+        reason="no_scheduler",
     )
 
 
-@finding("loss_jump", "loss", profiles=("sft", "generic"), least=MIN_JUMP_POINTS)
+@finding("loss_jump", "loss", profiles="sft generic", least=MIN_JUMP_POINTS)
 def jumps(run: AnalysedRun, losses: Series) -> Findings:
     """Find a loss that jumps from one point to the next and comes back slowly."""
     jump = _jump(losses)
@@ -407,26 +339,15 @@ def jumps(run: AnalysedRun, losses: Series) -> Findings:
     rise = rise_of(losses)
     if rise is not None and not _begins_with(jump, losses, rise):
         raise NotJudged("the loss rose and diverged")
-    at = int(losses.steps[jump.at])
     yield warn(
-        f"The loss jumped from {number(jump.before)} to {number(jump.after)} after step {at}.",
-        steps=(at, run.last_step),
+        f"The loss jumped from {number(jump.before)} to {number(jump.after)} after step {jump.at}.",
+        steps=jump.steps,
         value=jump.after,
-        cause="The run was resumed without its optimizer state, with different weights, or on changed "
-        "data.",
-        remedy=(f"Resume from {run.checkpoint(at)}, with all of its files.",),
+        reason="no_optimizer",
     )
 
 
-class _Jump(NamedTuple):
-    """The largest jump of a loss: the index of the last point before it, and the levels around it."""
-
-    at: int
-    before: float
-    after: float
-
-
-def _jump(losses: Series) -> _Jump | None:
+def _jump(losses: Series) -> Move | None:
     """Return the largest jump of a loss that does not come back at once."""
     if len(losses) < MIN_JUMP_POINTS:
         return None
@@ -443,23 +364,23 @@ def _jump(losses: Series) -> _Jump | None:
     if rises[highest] < least:
         return None
     low, high = np.exp([before[highest], after[highest]])
-    return _Jump(int(highest) + JUMP_WIDTH - 1, low, high)
+    steps = losses[int(highest) + JUMP_WIDTH - 1 :].ends
+    return Move(steps, steps[0], low, high, is_lasting=False)
 
 
-def _begins_with(jump: _Jump | None, losses: Series, rise: Move) -> bool:
+def _begins_with(jump: Move | None, losses: Series, rise: Move) -> bool:
     """Return whether a rise that passed began with the jump."""
     if jump is None or rise.is_lasting:
         return False
-    return abs(jump.at - int(np.searchsorted(losses.steps, rise.at))) <= JUMP_WIDTH
+    return bool(np.ptp(np.searchsorted(losses.steps, [jump.at, rise.at])) <= JUMP_WIDTH)
 
 
 @finding("lr_schedule:warmup", "lr")
 def warmup(run: AnalysedRun, rates: Series) -> Findings:
     """Find a learning rate that does not rise for as long as the configured warm-up."""
-    fixed = run.config("optim.lr_warmup_steps", "warmup_steps")
-    # in verl, null or -1 means that the share of the steps decides
-    is_fixed = fixed is not None and int(fixed) > 0
-    length = int(fixed if is_fixed else float(run.setting("warmup") or 0) * run.total_steps)
+    length = as_step(run.config("optim.lr_warmup_steps", "warmup_steps")) or 0
+    if not length:  # in verl, null or -1 means that the share of the steps decides
+        length = int((run.amount("warmup") or 0) * run.total_steps)
     # frameworks differ by a step or two in where they end a warm-up
     inside = within(scheduled(rates), 0, 0.9 * length)
     falls = bool(np.any(np.diff(inside.values) < 0))
@@ -467,39 +388,10 @@ def warmup(run: AnalysedRun, rates: Series) -> Findings:
         yield warn(
             f"The learning rate does not rise in its warm-up of {length} steps.",
             steps=inside.ends,
-            cause="The scheduler is not stepped, or was restored from a different run.",
-            remedy=("Check {warmup} and how often the scheduler is stepped.",),
+            reason="no_warmup",
         )
     elif not learning_rate(rates, (), run.total_steps).warmup_steps:
         raise NotJudged("there was no warm-up")
-
-
-@finding("lr_schedule:zero", "lr", least=NUM_STRETCHES)
-def without_rate(run: AnalysedRun, rates: Series) -> Findings:
-    """Find a learning rate that is 0 for long.
-
-    Some logs print only a few digits. There, a rate of 0 is real only if nothing is learned, or if the
-    rate was not close to 0 before.
-    """
-    begins, ends = runs(rates.values <= 0)
-    longest = max(ends - begins, default=0)
-    if longest <= ZERO_SHARE * len(rates):
-        return
-    begin = begins[np.argmax(ends - begins)]
-    zeros = rates[begin : begin + longest]
-    if longest == len(rates):
-        is_rounded = is_falling(run.find("loss")) or is_rising(run.find("reward"))
-    else:
-        is_decayed = begin > 0 and rates.values[begin - 1] < DECAYED_SHARE * rates.values.max()
-        is_rounded = is_decayed and longest < DECAYED_ZERO_SHARE * len(rates)
-    if not is_rounded:
-        yield warn(
-            f"The learning rate is 0 from step {zeros.ends[0]} to {zeros.ends[1]}: these steps "
-            f"train nothing.",
-            steps=zeros.ends,
-            cause="The schedule is shorter than the run, or was restored incorrectly.",
-            remedy=(CHECK_SCHEDULE,),
-        )
 
 
 @finding("lr_schedule:rising", "lr", least=NUM_STRETCHES)
@@ -514,9 +406,7 @@ def endless_warmup(run: AnalysedRun, rates: Series) -> Findings:
         yield warn(
             f"The learning rate still rises at step {last} of {run.log.total_steps or last}.",
             steps=rates.ends,
-            cause="The warm-up takes more steps than the run, or the schedule is not the "
-            "configured one.",
-            remedy=(CHECK_SCHEDULE,),
+            reason="long_warmup",
         )
 
 
@@ -533,7 +423,7 @@ def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Findings:
             evidence=[f"schedule {told.schedule}", run.quoted("lr"), run.quoted("warmup")],
             cause=f"Updates are large while the run is unstable. {why_recovered(run)} "
             f"{how_common(run)}",
-            remedy=("lower_rate", "decay"),
+            reason="too_high",
         )
 
 
@@ -541,15 +431,11 @@ def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Findings:
 def learning(run: AnalysedRun) -> Findings:
     """Find a run in which every metric that shows learning is constant."""
     roles = ("loss", "val_loss", "reward", "accuracy", "violation", "grad")
-    tracked = {run.name(role): series.values for role in roles if (series := run.find(role))}
-    long = {key: values for key, values in tracked.items() if len(values) >= 10}
+    long = {run.name(role): values for role in roles if len(values := run.find(role).values) >= 10}
     # a metric whose range is within 1 % of its level is constant
     if long and all(np.ptp(values) <= 0.01 * abs(np.median(values)) for values in long.values()):
         yield fail(
             f"Nothing changes: {listed(long)} stayed constant over the run.",
             metric=next(iter(long)),
-            cause="No update reaches the weights, or no sample carries a signal.",
-            remedy=(
-                "Check that {lr} is above 0, that parameters are trained, and that the labels are right.",
-            ),
+            reason="no_update",
         )

@@ -17,7 +17,7 @@ from trainer.tools.report.formatting import counted, interval, listed, number
 from trainer.tools.report.result import Mover
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.shapes import began, has_risen, onset, shift
-from trainer.tools.report.statistics import finite, is_rising, rolling, slope
+from trainer.tools.report.statistics import finite, rolling, slope
 from trainer.tools.report.vocabulary import meaning
 from trainer.tools.report.words import how_common, moved_along, story, why_recovered
 
@@ -64,11 +64,11 @@ def left_reference(run: AnalysedRun, kl: Series) -> Findings:
         ],
         cause="The policy has moved far from its reference; its texts change: lengths, format, "
         f"gradient and loss follow. {why_recovered(run)} {how_common(run)}",
-        remedy=("stronger_kl", "tighter_ratio", "watch"),
+        reason="left",
     )
 
 
-@finding("reward_drop", "reward", profiles=("grpo",))
+@finding("reward_drop", "reward", profiles="grpo")
 def reward_drops(run: AnalysedRun, _: Series) -> Findings:
     """Find rewards that more than halved in an anomaly, and the metrics that moved with them."""
     fallen = {
@@ -88,9 +88,7 @@ def reward_drops(run: AnalysedRun, _: Series) -> Findings:
         evidence=[
             f"{interval(one.steps)}, in phase: {moved_along(one)}" for one in drops[:MAX_EVIDENCE]
         ],
-        cause="The answers of these batches broke the expected format or were cut off, so that "
-        "most rewards are 0: an unstable signal for the next update.",
-        remedy=("larger_batch", "watch"),
+        reason="broken",
     )
 
 
@@ -110,21 +108,17 @@ def format_hacking(run: AnalysedRun) -> Findings:
     for key in forms:
         values = finite(run.log.series[key])
         form = slope(values)
-        is_learnt = is_rising(values) and form.relative_change > 0.05
-        if is_learnt and not has_risen(right):
+        if form.sign > 0 and form.relative_change > 0.05 and not has_risen(right):
             yield warn(
                 f"{key} rises by {number(form.change)} while the share of correct answers does not.",
                 id=key,
                 metric=key,
                 steps=(began(values), values.steps[-1]),
-                cause="The policy learns the form of an answer, not its content: format hacking.",
-                remedy=(
-                    "Lower the weight of the format reward, or give it only to correct answers.",
-                ),
+                reason="hacking",
             )
 
 
-@finding("reward_hacking:part", "reward", profiles=("grpo",))
+@finding("reward_hacking:part", "reward", profiles="grpo")
 def lost_parts(run: AnalysedRun, rewards: Series) -> Findings:
     """Find parts of the reward that fall for good while the reward does not."""
     whole = shift(rewards, sign=-1)
@@ -140,9 +134,5 @@ def lost_parts(run: AnalysedRun, rewards: Series) -> Findings:
                 id=key,
                 metric=key,
                 steps=fall.steps,
-                cause="The policy is rewarded for something other than correct answers.",
-                remedy=(
-                    "Read answers from before and after that step with the rewards of each reward function.",
-                    "Raise the weight of the reward for correct answers.",
-                ),
+                reason="unrewarded",
             )

@@ -24,20 +24,13 @@ def checkpoints(run: AnalysedRun) -> Findings:
     for state in run.log.checkpoints:
         if not state.faults:
             continue
-        what = "checkpoint"
-        remedy = "Resume from an older one, and delete this directory."
-        if all(map(is_export, state.faults)):
-            what = "export"
-            remedy = (
-                "Resuming does not need it. Write it again to a new directory: `checkpoint export`."
-            )
+        what = "export" if all(map(is_export, state.faults)) else "checkpoint"
         yield fail(
             f"The {what} of step {state.step} is not complete.",
+            reason=f"damaged_{what}",
             id=f"step-{state.step}",
             steps=(state.step, state.step),
             evidence=(*state.faults, str(state.path)),
-            cause="The save was interrupted, or files were removed.",
-            remedy=(remedy,),
         )
 
 
@@ -47,27 +40,26 @@ def missing_checkpoints(run: AnalysedRun) -> Findings:
 
     If the log says that a checkpoint was saved, it does not count as missing: it was removed later,
     by `prune` or because the run continued from a mirror, which keeps few. Checkpoints older than
-    the oldest existing one were rotated away.
+    the oldest existing one were rotated away. In the logs of other trainers, which do not say what
+    was saved, so may have been all that are older than the newest one: the best one may be kept.
     """
     every = int(run.amount("save") or 0)
     existing = {state.step for state in run.log.checkpoints}
     if not every or not existing:
         raise NotJudged("the save cadence is not known, or the log has no checkpoints next to it")
     known = existing | {event.step for event in run.log.events if event.kind == "checkpoint"}
+    since = min(existing) if run.log.source == "fsdp-sft" else max(existing)
+    due = {at for at in range(every, run.last_step + 1, every) if at > since}
     # in a log with a row for every step, a missing row means that the step was skipped
-    losses = run.find("loss")
-    skipped = set()
-    if len(losses) > 1 and np.median(np.diff(losses.steps)) == 1:
-        skipped = set(range(run.last_step + 1)) - set(losses.steps.tolist())
-    expected = range(every, run.last_step + 1, every)
-    missing = [at for at in expected if at > min(existing) and at not in known | skipped]
-    if missing:
+    steps = run.find("loss").steps
+    if len(steps) > 1 and np.median(np.diff(steps)) == 1:
+        due.intersection_update(steps.tolist())
+    if missing := sorted(due - known):
         yield fail(
             f"The run saves every {every} steps, but has no checkpoint of "
             f"{listed(f'step {at}' for at in missing)}.",
             steps=(missing[0], missing[-1]),
-            cause="Saving failed, or the checkpoints were deleted.",
-            remedy=("Look for save errors in the log, and check the free disk space.",),
+            reason="missing",
         )
 
 
@@ -91,8 +83,7 @@ def completeness(run: AnalysedRun) -> Findings:
     yield (info if why else level)(
         f"The run has completed {run.last_step} of {planned} steps ({run.last_step / planned:.1%}){why}.",
         steps=(run.last_step, run.last_step),
-        cause="" if why else "The run is still training, was stopped, or died.",
-        remedy=() if why else ("If it has ended, run the same command again to resume.",),
+        reason="none" if why else "unfinished",
     )
 
 
@@ -103,13 +94,12 @@ def ending(run: AnalysedRun) -> Findings:
     if log.exit_code is None:
         raise NotJudged("the log has no end event")
     if log.exit_code:
-        errors = [f"step {one.step}: {one.message}" for one in log.events if one.level == "error"]
+        errors = [str(event) for event in log.events if event.level == "error"]
         yield warn(
             f"The last attempt ended with exit code {log.exit_code}.",
             id="exit",
             evidence=errors[-3:],
-            cause="See the last errors.",
-            remedy=("Fix the cause of these errors, then run the same command again to resume.",),
+            reason="failed",
         )
 
 
@@ -127,8 +117,7 @@ def serving(run: AnalysedRun) -> Findings:
                     f"{proof.engine} serves it with a loss of {number(proof.served_loss)}, "
                     f"val/loss was {number(proof.val_loss)}"
                 ],
-                cause="The export is not the model that was validated, or the engine loads it differently.",
-                remedy=("Do not deploy it. Export the checkpoint again, then run `prove` on it.",),
+                reason="unequal",
             )
 
 
@@ -149,10 +138,7 @@ def too_little(run: AnalysedRun) -> str:
 def enough(run: AnalysedRun) -> Findings:
     """Report that a log is too short for a verdict."""
     if reason := too_little(run):
-        yield info(
-            f"Too little was logged: {reason}.",
-            remedy=("Let the run continue, or log more often.",),
-        )
+        yield info(f"Too little was logged: {reason}.", reason="short_log")
 
 
 @finding("restarts")
@@ -169,9 +155,6 @@ def guarded(run: AnalysedRun) -> Findings:
             f"The guard {did}, the last at step {met[-1].step}.",
             id="rollback" if undone else "severe",
             steps=(met[0].step, met[-1].step),
-            evidence=[f"step {event.step}: {event.message}" for event in met[-3:]],
-            cause="Some batches are harmful, or a rank is faulty.",
-            remedy=(
-                "Look at the samples of these steps in row_losses.jsonl, and remove bad ones from the data.",
-            ),
+            evidence=map(str, met[-3:]),
+            reason="guarded",
         )

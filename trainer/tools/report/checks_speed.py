@@ -70,9 +70,9 @@ def _phases(run: AnalysedRun) -> dict[str, Series]:
     return {phase: points for phase, points in found.items() if WHOLES.get(phase) not in found}
 
 
-def slowest_phase(run: AnalysedRun, first: int, last: int) -> str | None:
+def slowest_phase(run: AnalysedRun, first: int, last: int) -> str:
     """Return the phase whose time grew most in these steps or, if they are all steps, the longest;
-    None if the log does not say how long loading takes.
+    "data" if the log does not say how long loading takes.
 
     The row after a step may hold the times of its phases. `REST` stands for time outside all phases.
     """
@@ -86,7 +86,7 @@ def slowest_phase(run: AnalysedRun, first: int, last: int) -> str | None:
 
     phases = {phase: growth(points) for phase, points in _phases(run).items()}
     if "data" not in phases:
-        return None
+        return "data"
     if times := run.find("time"):
         phases[REST] = growth(times[NUM_COMPILE:]) - sum(phases.values())
     return max(phases, key=phases.__getitem__)
@@ -123,16 +123,10 @@ def crashes(run: AnalysedRun) -> Findings:
     met = [event for event in errors if CRASH.match(f"{event.kind} {event.message}")]
     if not met:
         return
-    evidence = [f"step {event.step}: {event.message}" for event in met]
-    cause = "When a rank hangs or dies, all others wait for it."
-    remedy = "Read the stacks and the log of the rank that the error names."
-    if any(map(MEMORY.search, evidence)):
-        cause = "Too little device memory."
-        remedy = "memory"
+    evidence = [str(event) for event in met]
     yield fail(
         f"A rank failed: {evidence[0]}.",
+        reason="too_little" if any(map(MEMORY.search, evidence)) else "hanging",
         steps=(met[0].step, met[-1].step),
         evidence=evidence[:MAX_EVIDENCE],
-        cause=cause,
-        remedy=(remedy,),
     )

@@ -120,15 +120,12 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     def rank(step: int) -> tuple[float, float]:
         return decisive.rank(step), measured.rank(step)
 
-    existing = {state.step: state.path for state in run.log.checkpoints if state.is_complete}
-    kept = max(sorted(existing.keys() & results.keys()), key=rank, default=None)
     wanted = max(results, key=rank)
-    chosen = kept
+    chosen = max(sorted(run.kept.keys() & results.keys()), key=rank, default=None)
     which = ", of the checkpoints that exist"
     if chosen is None:
-        none = "no complete checkpoint was validated" if existing else "no checkpoint is known"
         chosen = wanted
-        which = f"; {none}"
+        which = "; no complete checkpoint was validated" if run.kept else "; no checkpoint is known"
     extreme = "Lowest" if decisive.sign < 0 else "Highest"
     reason = f"{extreme} {decisive.metric}, {number(results[chosen])}{which}."
     if chosen != wanted:
@@ -144,7 +141,7 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
         verdicts=verdicts,
         overfit_step=next((at for at, told in verdicts.items() if told == "overfit"), None),
         recommended_step=chosen,
-        recommended_path=existing.get(chosen),
+        recommended_path=run.kept.get(chosen),
         reason=reason,
     )
 
@@ -169,7 +166,7 @@ def validation_rises(run: AnalysedRun, _: Series) -> Findings:
         f"The validation loss rose {rises} times in a row, from {number(before)} to "
         f"{number(after)}{', up to the end' if is_to_the_end else ''}.",
         steps=part.ends,
-        cause="The model memorizes its samples, or training has become unstable.",
+        reason="memorizes",
         remedy=(f"Stop training and take {run.checkpoint(best)}.",),
     )
 
@@ -184,8 +181,7 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
     if not told or told.overfit_step is None:
         return
     at = told.overfit_step
-    kept = [one.step for one in run.log.checkpoints if one.is_complete]
-    is_lost = bool(kept) and told.best_step not in kept and not _evaluated(run)
+    is_lost = bool(run.kept) and told.best_step not in run.kept and not _evaluated(run)
     lost = " The checkpoint of the best step no longer exists." if is_lost else ""
     yield (fail if is_lost else warn)(
         f"Overfitting from step {at}: validation {number(told.values[at])} against "
@@ -201,7 +197,7 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
     )
 
 
-@finding("val_leak", "val_loss", "loss", profiles=("sft",))
+@finding("val_leak", "val_loss", "loss", profiles="sft")
 def leaked(run: AnalysedRun, _: Series, train: Series) -> Findings:
     """Find a validation loss that stays lower than the training loss by more than their noise."""
     val = _val_losses(run)
@@ -215,8 +211,5 @@ def leaked(run: AnalysedRun, _: Series, train: Series) -> Findings:
             f"The validation loss ({number(val.values[-1])}) stays below the training loss "
             f"({number(trained[-1])}) by more than the noise.",
             steps=val.ends,
-            cause="Validation rows are among the training rows, or the validation data is easier.",
-            remedy=(
-                "Look for validation rows in the training files, and compare samples of both sets.",
-            ),
+            reason="leak",
         )

@@ -84,20 +84,16 @@ def ordered(found: Iterable[Finding], *, slack: int) -> tuple[Finding, ...]:
             worst[cause.id] = replace(cause, level="fail")
     together = {}
     begin = -slack - 1
-    for one in sorted(worst.values(), key=_begin):
-        begin = _begin(one) if _begin(one) > begin + slack else begin
+    for one in sorted(worst.values(), key=lambda one: one.begin):
+        if one.begin > begin + slack:
+            begin = one.begin
         together[one.id] = begin
 
     def key(one: Finding) -> tuple[int, ...]:
         weight = bisect(ENDS, _rank(one))
-        return LEVELS.index(one.level), weight, together[one.id], _rank(one), _begin(one)
+        return LEVELS.index(one.level), weight, together[one.id], _rank(one), one.begin
 
     return tuple(sorted(worst.values(), key=key))
-
-
-def _begin(one: Finding) -> int:
-    """Return the first step of a finding; 0 if it has no steps."""
-    return one.steps[0] if one.steps else 0
 
 
 def _rank(one: Finding) -> int:
@@ -114,11 +110,10 @@ def _explains(cause: Finding, effect: Finding, slack: int) -> bool:
     cause.
     """
     first, last = cause.steps or (0, 0)
-    begin = _begin(effect)
-    is_first = cause.id == "grad_high:rise" and first + slack < begin
+    is_first = cause.id == "grad_high:rise" and first + slack < effect.begin
     is_known = is_first or _rank(cause) < _rank(effect)
     is_training = max(_rank(cause), _rank(effect)) < ENDS[0]
-    return is_known and is_training and first - slack <= begin <= last + slack
+    return is_known and is_training and first - slack <= effect.begin <= last + slack
 
 
 def checklist(
@@ -129,7 +124,7 @@ def checklist(
     for id_, phase, check, role, text in rows_of(_LINES):
         # a finding that begins later does not concern the start
         last = START_STEPS if phase == "start" else run.last_step
-        faults = [one for one in findings if one.id.startswith(check) and _begin(one) <= last]
+        faults = [one for one in findings if one.id.startswith(check) and one.begin <= last]
         reason = unjudged.get(check) or unjudged.get(check.partition(":")[0])
         if faults:  # the worst comes first
             status = STATUS[faults[0].level]

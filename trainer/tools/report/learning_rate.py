@@ -138,12 +138,9 @@ def _schedule(series: Series, total_steps: int) -> str:
     shapes = [("linear", -x)]
     shapes += [("cosine", np.cos(np.pi * x / max(n, x[-1]))) for n in lengths]
     shapes += [("wsd", -(x - start).clip(0)) for start in x[-1] * np.linspace(0.1, 0.95, 35)]
-    fits = {name: 0.0 for name, _ in shapes}
-    for name, shape in shapes:
-        fits[name] = max(fits[name], float(np.corrcoef(shape, y)[0, 1]))
-    best = max(fits, key=fits.__getitem__)
-    if fits[best] > MIN_FIT:
-        return best
+    fit, name = max((float(np.corrcoef(shape, y)[0, 1]), name) for name, shape in shapes)
+    if fit > MIN_FIT:
+        return name
     changes = np.diff(series.values)
     is_rare = np.count_nonzero(changes) <= max(1, len(changes) // 10)
     return "step" if is_rare and changes.max() <= 0 else "unknown"

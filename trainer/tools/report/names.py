@@ -2,6 +2,7 @@
 trainers use for our keys, and the names of each option in each framework.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 
 
@@ -17,7 +18,7 @@ def rows_of(table: str) -> Iterator[list[str]]:
     """Yield the cells of each line, which are separated by |. A line that begins with # is the
     header and is skipped.
     """
-    for line in table.replace("\n ", " ").strip().splitlines():
+    for line in re.sub("\n +", " ", table).strip().splitlines():
         if line[0] != "#":
             yield [cell.strip() for cell in line.split("|")]
 

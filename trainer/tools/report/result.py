@@ -35,6 +35,11 @@ class Finding:
     remedy: str = ""
     reasons: tuple[str, ...] = ()
 
+    @property
+    def begin(self) -> int:
+        """The first step; 0 for a finding without steps."""
+        return self.steps[0] if self.steps else 0
+
 
 @dataclass(frozen=True)
 class Mover:

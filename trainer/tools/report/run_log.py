@@ -51,6 +51,9 @@ class LogEvent:
     level: str = "info"
     """info, warn or error."""
 
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.message}"
+
 
 @dataclass(frozen=True)
 class CheckpointState:
@@ -63,10 +66,6 @@ class CheckpointState:
     """Missing or damaged files, found by name and size. Only this trainer's checkpoints are
     examined.
     """
-
-    @property
-    def is_complete(self) -> bool:
-        return not self.faults
 
 
 @dataclass(frozen=True)

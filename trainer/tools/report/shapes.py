@@ -6,7 +6,6 @@ trends see `statistics.slope`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -40,8 +39,6 @@ LONG_SHARE = 0.2
 """A result that was better for this share of the points has improved, even if it fell again."""
 MIN_SLACK_GAP = 5
 """Regular gaps may differ by one point if they are at least this long."""
-CLEAR_GAIN = 25
-"""A step or bend is clear if its gain exceeds this number."""
 ALMOST_ZERO = 1e-12
 """A step or bend that differs from a straight line by less than this share cannot be located."""
 TINY = np.finfo(float).tiny
@@ -79,8 +76,8 @@ def beyond(
     begin = outside[0]
     if begins[0] and width >= LEAST_WIDTH:
         before = excess[: begins[0]]
-        is_usual = before <= np.median(before) + np.median(chance)
-        left = int(starts[np.flatnonzero(is_usual)[-1]])
+        usual = np.flatnonzero(before <= np.median(before) + np.median(chance))
+        left = int(starts[usual[-1]]) if len(usual) else 0  # none where values overflow
         courses = [values, np.log(values)] if values.min() > 0 else [values]
         begin = onset(*courses, first=max(0, left - 2 * width), last=first + width, is_level=True)
     return series[begin : outside[-1] + 1]
@@ -157,7 +154,7 @@ def shift(
     high = int(starts[begin + np.argmax(is_half)])
     # some falls are straight, others are straight in logarithms
     courses = [values] if sign > 0 else [values, series.values]
-    at = onset(*courses, first=max(0, low - 2 * width), last=high + width, near=width)
+    at = onset(*courses, first=max(0, low - 2 * width), last=high + width)
     before, after = (sign * float(level) for level in (best[begin], highest))
     return Move(
         steps=series[at:stop].ends,
@@ -175,46 +172,24 @@ def has_risen(series: Series) -> bool:
     return is_rising(series) or num_better > LONG_SHARE * len(series)
 
 
-class _Fit(NamedTuple):
-    """The step or bend that fits a stretch of values best."""
-
-    misfit: float
-    """The sum of the squared residuals, divided by the variance of the noise."""
-    place: int
-    gain: float
-    """The amount by which that sum is larger for a straight course."""
-
-
-def onset(
-    *courses: Floats,
-    first: int = 0,
-    last: int | None = None,
-    is_level: bool = False,
-    near: int = 0,
-) -> int:
+def onset(*courses: Floats, first: int = 0, last: int | None = None, is_level: bool = False) -> int:
     """Return the index in [first, last) at which values leave their straight course.
 
     With `is_level`, they leave their constant level. Among all steps and bends, the one with the
     best least-squares fit is chosen. `courses` may describe the same metric in several ways, such as
     its values and their logarithms; the one with the smallest misfit counts.
-
-    A metric may bend again soon after it has left its course. Therefore a clear step or bend within
-    `near` points of the index counts instead.
     """
-    fits = [(_fit(values, first, last, is_level=is_level), values) for values in courses]
-    best, values = min(fits, key=lambda fit: fit[0].misfit)
-    if near:
-        close = _fit(values, max(first, best.place - near), best.place + near)
-        if close.gain > CLEAR_GAIN:
-            return close.place
-    return best.place
+    _, place = min(_fit(values[first:last], is_level=is_level) for values in courses)
+    return first + place
 
 
-def _fit(values: Floats, first: int, last: int | None, *, is_level: bool = False) -> _Fit:
-    points = values[first:last]
+def _fit(points: Floats, *, is_level: bool) -> tuple[float, int]:
+    """Return the misfit and the index of the step or bend that fits best. The misfit is the sum of
+    the squared residuals, divided by the variance of the noise.
+    """
     size = len(points)
     if size < 6:
-        return _Fit(0.0, first, 0.0)
+        return 0.0, 0
     line, _ = np.linalg.qr(np.vander(np.arange(size), 1 if is_level else 2))
     left = points - line @ (line.T @ points)
     unexplained = (left**2).sum()
@@ -227,10 +202,8 @@ def _fit(values: Floats, first: int, last: int | None, *, is_level: bool = False
         apart = norm - (line**2).sum(axis=1)
         gains.append(left**2 / np.maximum(apart, ALMOST_ZERO * norm))
     explained = np.maximum(*gains)[2:-1]
-    best = np.argmax(explained)
-    variance = noise(points) ** 2 + TINY
-    gain = float(explained[best])
-    return _Fit((unexplained - gain) / variance, first + 2 + int(best), gain / variance)
+    variance = np.square(noise(points)) + TINY
+    return float((unexplained - explained.max()) / variance), 2 + int(np.argmax(explained))
 
 
 def _tail_sums(values: Floats) -> Floats:

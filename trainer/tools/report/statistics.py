@@ -64,7 +64,6 @@ class Slope(NamedTuple):
     bins.
     """
 
-    per_step: float
     p_value: float
     change: float
     level: float
@@ -73,6 +72,11 @@ class Slope(NamedTuple):
     def relative_change(self) -> float:
         return self.change / abs(self.level) if self.level else 0.0
 
+    @property
+    def sign(self) -> int:
+        """1 for a significant rise, -1 for a significant fall, otherwise 0."""
+        return int(np.sign(self.change)) if self.p_value < TREND_P else 0
+
 
 def slope(series: Series) -> Slope:
     """Fit a trend with the Theil-Sen estimator and test it with the Mann-Kendall test.
@@ -80,27 +84,24 @@ def slope(series: Series) -> Slope:
     A long series is binned first.
     """
     points = bins(finite(series))
-    if not points:
-        return Slope(0.0, 1.0, 0.0, 0.0)
+    if len(points) < 2:
+        return Slope(1.0, 0.0, points.values.sum())
     left, right = np.triu_indices(len(points), k=1)
     rises = points.values[right] - points.values[left]
     rates = rises / (points.steps[right] - points.steps[left])
-    per_step = float(np.median(rates)) if len(rates) else 0.0
-    change = per_step * float(np.ptp(points.steps))
+    change = float(np.median(rates) * np.ptp(points.steps))
     p_value = _mann_kendall(points.values, float(np.sign(rises).sum()))
-    return Slope(per_step, p_value, change, float(np.median(points.values)))
+    return Slope(p_value, change, float(np.median(points.values)))
 
 
 def is_rising(series: Series) -> bool:
     """Return whether a series has a significant upward trend."""
-    course = slope(series)
-    return course.p_value < TREND_P and course.change > 0
+    return slope(series).sign > 0
 
 
 def is_falling(series: Series) -> bool:
     """Return whether a series has a significant downward trend."""
-    course = slope(series)
-    return course.p_value < TREND_P and course.change < 0
+    return slope(series).sign < 0
 
 
 def _mann_kendall(values: Floats, score: float) -> float:
