@@ -8,6 +8,7 @@ together.
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,16 +112,9 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
     if not witnesses:
         return ()
     grid = max((witness.series.steps for witness in witnesses), key=len)
-    far = []
-    for one in witnesses:
-        places = np.searchsorted(grid, one.series.steps[one.is_far])
-        far.append((one.group, places.clip(max=len(grid) - 1)))
-    points = np.unique(np.concatenate([places for _, places in far]))
-    clusters = np.split(points, np.flatnonzero(np.diff(points) > MERGE_POINTS) + 1)
     found = [
-        _anomaly(witnesses, grid, int(cluster[0]), int(cluster[-1]), total_steps)
-        for cluster in clusters
-        if _is_fault(far, cluster)
+        _anomaly(witnesses, grid, first, last, total_steps)
+        for first, last in _intervals(witnesses, grid)
     ]
     has_gradient = any(witness.group == "gradient" for witness in witnesses)
     hard = [one for one in found if has_gradient and _is_hard_batch(one)]
@@ -162,12 +156,19 @@ def _is_hard_batch(anomaly: Anomaly) -> bool:
     return is_single and is_alone and not anomaly.ratio > HARD_BATCH
 
 
-def _is_fault(far: list[tuple[str, Ints]], points: Ints) -> bool:
-    """Return whether a metric in `EFFECTS`, or metrics of two other groups, left their range at some
-    of these points.
+def _intervals(witnesses: list[Witness], grid: Ints) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last grid point of each burst in which a metric in `EFFECTS`, or
+    metrics of two other groups, left their range.
     """
-    groups = {group for group, places in far if np.isin(places, points).any()}
-    return not groups.isdisjoint(EFFECTS) or len(groups) > 1
+    masks = np.zeros((len(GROUPS), len(grid)), dtype=bool)
+    for one in witnesses:
+        places = np.searchsorted(grid, one.series.steps[one.is_far])
+        masks[GROUPS.index(one.group), places.clip(max=len(grid) - 1)] = True
+    points = np.flatnonzero(masks.any(axis=0))
+    for burst in np.split(points, np.flatnonzero(np.diff(points) > MERGE_POINTS) + 1):
+        groups = {GROUPS[place] for place in np.flatnonzero(masks[:, burst].any(axis=1))}
+        if not groups.isdisjoint(EFFECTS) or len(groups) > 1:
+            yield int(burst[0]), int(burst[-1])
 
 
 def _anomaly(

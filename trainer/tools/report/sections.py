@@ -67,7 +67,7 @@ def sections(report: Report, log: RunLog) -> list[Section]:
     sample = [[log.sample]] if log.sample else []
     found = [
         Section("What matters", findings=report.top),
-        Section("What next", [[report.closing.removeprefix("Next: ")]] if report.closing else []),
+        Section("What next", [[report.closing.removeprefix("Next: ")]]),
         Section("Also found", findings=others),
         Section("Run", [*report.facts.items()]),
         Section("Plots", lead=LEGEND, plots=_plots(report, log), is_detail=True),
