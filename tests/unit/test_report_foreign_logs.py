@@ -264,6 +264,9 @@ CASES: dict[str, tuple[RunLog, str, str]] = {
         changed(sft_run(0), **{"train/entropy": 2 * np.exp(-STEPS / 500) + 0.02}),
         "", "entropy_collapse",
     ),
+    "a loss that swings while it falls": (
+        sft(losses(np.exp(2 - STEPS / 700 + normal(1.2, 2000)))), "", "loss_oscillating",
+    ),
     "a loss at the level of guessing": (
         replace(sft(GUESSES), config={}), "loss_not_falling", "",
     ),
@@ -321,6 +324,7 @@ CASES: dict[str, tuple[RunLog, str, str]] = {
 """Log -> ids of findings that are in it, and of findings that are not."""
 
 
+@pytest.mark.covers("S1.14 S1.15 S1.24 S1.34 S2.9 S2.44 S4.14")
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_told_and_a_healthy_run_is_not(name):
     log, faults, none = CASES[name]
@@ -344,8 +348,15 @@ def test_a_longest_answer_at_the_cap_warns_only_if_many_are_cut_off(share):
     assert told(analyse(log))["clipped_ratio:cap"].level == ("warn" if share > 0.1 else "note")
 
 
+@pytest.mark.covers("S0.5 S4.10 S4.15 S4.23")
 def test_names_of_other_trainers_are_known(tmp_path):
     columns = {
+        "sft_train/loss@sum": "train/loss",
+        "eval_token_acc": "val/token_accuracy",
+        "train/completions/mean_length": "completions/mean_length",
+        "token/response_length/mean": "tokens/response_length/mean",
+        "my_own/metric": "my_own/metric",
+        "mfu(%)": "throughput/train/mfu",
         "perf/step_time": "train/time(s)",
         "train/tokens_per_sec": "throughput/train/tokens_per_s",
         "lr-AdamW": "train/lr",
@@ -355,7 +366,9 @@ def test_names_of_other_trainers_are_known(tmp_path):
     rows = ({"_step": step, **dict.fromkeys(columns, float(step))} for step in range(1, 9))
     log = tmp_path / "history.jsonl"
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert set(columns.values()) <= read_run(log).series.keys()
+    series = read_run(log).series
+    assert set(columns.values()) <= series.keys()
+    assert series["throughput/train/mfu"].values[0] == 0.01
 
 
 LINES = {

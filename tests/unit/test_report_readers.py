@@ -108,25 +108,6 @@ def test_tables(tmp_path, text, expected):
     assert (values(log), log.num_unparsed) == (expected, 0)
 
 
-@pytest.mark.covers("S0.5 S4.10 S4.15 S4.23")
-@pytest.mark.parametrize(
-    ("key", "names"),
-    {
-        "val/loss": "eval_loss eval/loss",
-        "val/token_accuracy": "eval_token_acc",
-        "train/lr": "train/learning_rate actor/lr",
-        "train/time(s)": "train/time_s_",
-        "train/loss": "sft_train/loss@sum actor/total_loss actor/sft_loss",
-        "completions/mean_length": "train/completions/mean_length",
-        "tokens/response_length/mean": "token/response_length/mean",
-        "my_own/metric": "my_own/metric",
-    }.items(),
-)
-def test_names_of_other_trainers(key, names):
-    assert [canonical(name) for name in names.split()] == [(key, 1.0)] * len(names.split())
-    assert canonical("mfu(%)") == ("throughput/train/mfu", 0.01)
-
-
 def test_transformers_state_comes_from_the_newest_checkpoint_while_the_run_trains(tmp_path):
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
