@@ -4,6 +4,8 @@ trainers use for our keys, and the names of each option in each framework.
 
 from collections.abc import Iterator, Mapping
 
+from trainer.tracking.metrics.words import rows_of
+
 
 def _table(text: str) -> dict[str, tuple[str, ...]]:
     """Parse a table: each line is a name, then its alternatives. An indented line continues the
@@ -11,15 +13,6 @@ def _table(text: str) -> dict[str, tuple[str, ...]]:
     """
     rows = (line.split() for line in text.replace("\n ", " ").strip().splitlines())
     return {name: tuple(others) for name, *others in rows}
-
-
-def rows_of(table: str) -> Iterator[list[str]]:
-    """Yield the cells of each line, which are separated by |. A line that begins with # is the
-    header and is skipped.
-    """
-    for line in table.replace("\n ", " ").strip().splitlines():
-        if line[0] != "#":
-            yield [cell.strip() for cell in line.split("|")]
 
 
 ROLES: Mapping[str, tuple[str, ...]] = _table("""
