@@ -281,6 +281,17 @@ def test_wandb_without_key_is_dropped_and_never_asks(tmp_path, monkeypatch, capl
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
+def test_a_disabled_wandb_is_not_reported_as_empty_at_a_resume(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    caplog.set_level(logging.INFO, "trainer.tracking")
+    for steps in (range(1, 3), range(3, 5)):
+        tracking = track(tmp_path, "wandb")
+        log_steps(tracking, steps)
+        tracking.finish(75)
+    assert [found for found in caplog.records if found.levelno > logging.INFO] == []
+    assert "wandb disabled" in caplog.text and "None" not in caplog.text
+
+
 @pytest.mark.covers("S1.5 S1.45")
 def test_the_start_names_the_places_of_the_logs_once(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "trainer.tracking.facade")

@@ -19,7 +19,7 @@ class Server:
     the library returns.
     """
 
-    offline = False
+    offline = disabled = False
     url = URL
 
     def __init__(self) -> None:

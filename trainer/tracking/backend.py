@@ -154,12 +154,12 @@ class Sink:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.is_dropped = False
+        self._is_open = False
+        """True from `open` until the backend is dropped."""
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(CAPACITY)
         self._thread = threading.Thread(
             target=self._work, name=f"tracking-{backend.name}", daemon=True
         )
-        self._is_open = False
         self._call_name = ""
         self._deadline_s = 0.0
         """The time at which the backend must have closed; 0 while the run trains."""
@@ -172,7 +172,7 @@ class Sink:
 
     def send(self, call: str, *args: Any) -> None:
         """Pass a call on to the backend if it is open. Never raises."""
-        if not self._is_open or self.is_dropped:
+        if not self._is_open:
             return
         if self.backend.is_inline:
             self._call(call, *args)
@@ -188,7 +188,7 @@ class Sink:
         self.send("close", exit_code)
 
     def wait(self) -> None:
-        if self._thread.ident is None or self.is_dropped:
+        if self.backend.is_inline or not self._is_open:
             return
         self._thread.join(max(0.0, self._deadline_s - time.monotonic()))
         if self._thread.is_alive():
@@ -197,7 +197,7 @@ class Sink:
 
     def _work(self) -> None:
         call = ""
-        while call != "close" and not self.is_dropped:
+        while call != "close" and self._is_open:
             call, args = self._queue.get()
             self._call(call, *args)
 
@@ -210,9 +210,9 @@ class Sink:
             self._drop(f"{call}() raised {type(error).__name__}: {reason}")
 
     def _drop(self, cause: str) -> None:
-        if self.is_dropped:
+        if not self._is_open:
             return
-        self.is_dropped = True
+        self._is_open = False
         logger.warning(
             "tracker '%s' dropped: %s; %smetrics.jsonl does not depend on it",
             self.backend.name,

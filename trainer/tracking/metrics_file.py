@@ -165,15 +165,12 @@ def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[st
     """Yield the rows of `read_metrics`. Only their offsets in the file are kept in memory."""
     places: dict[tuple[int, str], list[int]] = {}
     for offset, content in JsonLines(path):
-        step = content.get("step")
-        kind = content.get("kind")
-        if not (isinstance(step, int) and isinstance(kind, str)):
-            continue
-        if not isinstance(content.get("attempt"), int):
+        step, kind, attempt = (content.get(name) for name in ("step", "kind", "attempt"))
+        if not (isinstance(step, int) and isinstance(kind, str) and isinstance(attempt, int)):
             continue
         if kind in MARKERS:
             places = {place: offsets for place, offsets in places.items() if place[0] <= step}
-        elif before_attempt is None or content["attempt"] < before_attempt:
+        elif before_attempt is None or attempt < before_attempt:
             places.setdefault((step, kind), []).append(offset)
     with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         for place in sorted(places):

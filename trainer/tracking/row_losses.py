@@ -133,7 +133,9 @@ def read_hard_rows(
             excesses[sample_id].append(mean - usual)
             last[sample_id] = mean
         hardest[step] = [(place_of(one), mean) for one, mean in losses.hardest().items()]
-    average = {sample_id: float(np.mean(found)) for sample_id, found in excesses.items()}
-    worst = sorted(average, key=lambda sample_id: (-average[sample_id], sample_id))[:limit]
-    rows = [HardRow(place_of(one), average[one], last[one], len(excesses[one])) for one in worst]
-    return rows, hardest
+    rows = [
+        HardRow(place_of(one), float(np.mean(found)), last[one], len(found))
+        for one, found in sorted(excesses.items())
+    ]
+    rows.sort(key=lambda row: row.excess, reverse=True)
+    return rows[:limit], hardest

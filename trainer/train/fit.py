@@ -119,13 +119,8 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     Collective.
     """
     run.heartbeat.enter("rollback", limit_s=SAVE_TIMEOUT_S + run.hang_timeout_s)
-    step = run.batches.step
     found = run.checkpoints.decide_rollback(
-        onset=onset,
-        step=step,
-        last_step=run.batches.last_step,
-        history=run.guard.history,
-        reason=reason,
+        run.batches, onset=onset, history=run.guard.history, reason=reason
     )
     if found is None:
         return False
