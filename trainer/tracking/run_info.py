@@ -31,7 +31,7 @@ class RunFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._content = read_run_file(path)
 
     def require(self, project_name: str, experiment_name: str) -> None:
@@ -54,10 +54,11 @@ class RunFile:
         return run_id, last_step
 
     def set_tracker(self, name: str, run_id: str, last_step: int) -> None:
-        self.update(
-            run_ids=self._entries("run_ids") | {name: run_id},
-            last_sent=self._entries("last_sent") | {name: last_step},
-        )
+        with self._lock:  # other trackers write their entries at the same time
+            self.update(
+                run_ids=self._entries("run_ids") | {name: run_id},
+                last_sent=self._entries("last_sent") | {name: last_step},
+            )
 
     def update(self, **content: Any) -> None:
         """Replace entries. Values that JSON cannot express are stored as text."""
