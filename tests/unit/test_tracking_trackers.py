@@ -222,24 +222,17 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path, backend):
 
 
 @by_tracker
-@pytest.mark.parametrize("is_moved", [True, False], ids=["restored", "resumed"])
-def test_a_run_restored_without_a_trackers_files_sends_every_step_again(
-    tmp_path, backend, is_moved, monkeypatch, caplog
-):
+def test_a_run_restored_without_a_trackers_files_sends_every_step_again(tmp_path, backend, caplog):
     """A mirror restores `run.json` and `metrics.jsonl`, and no file of a tracker."""
-    caplog.set_level(logging.INFO, "trainer.tracking")
     first = track(tmp_path / "run", backend)
     log_steps(first, range(1, 7))
     first.finish(75)
-    run_dir = tmp_path / "run"
-    if is_moved:
-        run_dir = tmp_path / "restored"
-        run_dir.mkdir()
-        for name in ("run.json", "metrics.jsonl"):
-            shutil.copy(tmp_path / "run" / name, run_dir)
-        if backend == "trackio":
-            forget_trackio_runs()
-    caplog.clear()
+    run_dir = tmp_path / "restored"
+    run_dir.mkdir()
+    for name in ("run.json", "metrics.jsonl"):
+        shutil.copy(tmp_path / "run" / name, run_dir)
+    if backend == "trackio":
+        forget_trackio_runs()
     last = track(run_dir, backend)
     log_steps(last, range(5, STEPS + 1))
     last.finish(0)
@@ -247,7 +240,7 @@ def test_a_run_restored_without_a_trackers_files_sends_every_step_again(
     if backend in ("wandb", "trackio"):
         ids = [run_file(path)["run_ids"][backend] for path in (tmp_path / "run", run_dir)]
         assert ids[0] == ids[1]
-        assert ("this attempt sends every earlier step again" in caplog.text) is is_moved
+        assert "this attempt sends every earlier step again" in caplog.text
 
 
 @pytest.mark.covers("S1.9 S3.14")
