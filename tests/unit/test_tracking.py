@@ -252,6 +252,21 @@ def test_trackers_that_record_at_the_same_time_keep_each_others_ids(tmp_path):
     assert run_file(tmp_path)["run_ids"].keys() == names
 
 
+def test_a_row_that_a_failed_attempt_did_not_reach_is_sent_by_the_next(tmp_path, monkeypatch):
+    """The first attempt fails in the validation of step 4, whose training row was sent."""
+    monkeypatch.setitem(facade.BACKENDS, "fake", FakeContinued)
+    FakeContinued.sent = []
+    first = track(tmp_path, "fake")
+    log_steps(first, range(1, 5))
+    first.finish(1)
+    second = track(tmp_path, "fake")
+    log_steps(second, range(3, 5))
+    second.log({"val/loss": 1.0}, 4)
+    log_steps(second, range(5, 6))
+    second.finish(0)
+    assert [step for step, _ in FakeContinued.sent] == [1, 2, 3, 4, 4, 5]
+
+
 @pytest.mark.parametrize("call", ["open", "log", "close"])
 def test_a_backend_that_raises_is_dropped_with_one_warning(tmp_path, monkeypatch, caplog, call):
     """The warning promises neither rows on disk, which may be full too, nor training after the

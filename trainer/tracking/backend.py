@@ -65,8 +65,8 @@ class ContinuedBackend(Backend):
     """A tracker whose run continues across kills, restarts and rollbacks.
 
     It first receives the rows of earlier attempts that it lacks, then the rows of this attempt. A
-    killed attempt has sent steps that come after its last checkpoint. The next attempt repeats
-    these steps, and they are not sent again. Trackers hold rows for a moment before they write
+    killed attempt has sent rows of steps that come after its last checkpoint. The next attempt
+    repeats these steps, and the same rows are not sent again. Trackers hold rows for a moment before they write
     them. Therefore `run.json` records a step as sent only `RECORD_INTERVAL_S` after it was sent, so
     that a kill loses no row.
     """
@@ -74,8 +74,8 @@ class ContinuedBackend(Backend):
     _run_id: str
     _is_empty = False
     """True if `connect` finds no row in the run that it continues."""
-    _sent_before: int
-    """The last step that earlier attempts sent."""
+    _repeated: set[tuple[int, str]]
+    """Step and kind of the rows that earlier attempts sent and this attempt repeats."""
     _newest: int
     """The newest step sent."""
     _handed_over: int
@@ -117,12 +117,12 @@ class ContinuedBackend(Backend):
         for row in self.info.earlier_rows():
             if row.step > sent:
                 self.send(row)
-        self._sent_before = sent
+        self._repeated = self.info.repeated_rows(sent)
         self._newest = self._handed_over = max(sent, resume_step)
 
     def log(self, row: MetricsRow) -> None:
-        """Send a row, unless it repeats a step that an earlier attempt sent."""
-        if self.info.resume_step < row.step <= self._sent_before:
+        """Send a row, unless it repeats one that an earlier attempt sent."""
+        if (row.step, row.kind) in self._repeated:
             return
         self.send(row)
         self._newest = max(self._newest, row.step)
@@ -132,7 +132,7 @@ class ContinuedBackend(Backend):
 
     def rewind(self, step: int) -> None:
         self.take_back(step)
-        self._sent_before = min(self._sent_before, step)
+        self._repeated = {place for place in self._repeated if place[0] <= step}
         self._newest = self._handed_over = min(self._newest, step)
         self._record(self._newest)
 

@@ -138,6 +138,14 @@ def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[Metr
         yield MetricsRow(content["step"], content["kind"], content.get("ts", 0.0), data)
 
 
+def read_places(path: Path, *, before_attempt: int) -> Iterator[tuple[int, str]]:
+    """Yield (step, kind) of every row of earlier attempts, also of rows that no longer count."""
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
+        for match in filter(None, map(_COLUMNS.match, file)):
+            if int(match[2]) < before_attempt:
+                yield int(match[1]), match[3].decode()
+
+
 def read_past(path: Path) -> Past:
     """Sum up the earlier attempts. Only the beginning of each line is parsed, so a million rows
     take about a second. Raises `OSError`.

@@ -130,3 +130,12 @@ class RunInfo:
     def earlier_rows(self) -> Iterator[MetricsRow]:
         """Yield the rows of earlier attempts up to the step from which this attempt resumed."""
         return metrics_file.read_rows(self.metrics_path, before_attempt=self.attempt)
+
+    def repeated_rows(self, last_step: int) -> set[tuple[int, str]]:
+        """Return (step, kind) of the rows up to `last_step` that earlier attempts logged and this
+        attempt logs again.
+        """
+        if last_step <= self.resume_step:
+            return set()
+        places = metrics_file.read_places(self.metrics_path, before_attempt=self.attempt)
+        return {place for place in places if self.resume_step < place[0] <= last_step}
