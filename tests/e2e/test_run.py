@@ -142,13 +142,18 @@ def test_continue_on_other_ranks(straight, killed, cache, tmp_path):
 
 @pytest.mark.covers("S3.16 S3.26")
 def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
-    """One run stopped by a signal, and by SIGTERM to one rank alone, then left in peace."""
+    """One run stopped by a signal after something has emptied TMPDIR, and by SIGTERM to one rank
+    alone, then left in peace.
+    """
+    (temporary := tmp_path / "tmp").mkdir()
     words = (cache, *SMALL, "trainer.save_freq=-1")
     run_dir = run_dir_of(tmp_path)
     saved = 0
     for number in short_or_full((signal.SIGINT, None), full=(signal.SIGINT, signal.SIGUSR1, None)):
-        with started(tmp_path, 2, *words) as process:
+        with started(tmp_path, 2, *words, TMPDIR=str(temporary)) as process:
             wait_for_step(run_dir, saved + 1, process)
+            for left in temporary.iterdir():
+                shutil.rmtree(left, ignore_errors=True)
             before = max(curve(run_dir))
             if number is None:
                 signal_rank(tmp_path, 1, signal.SIGTERM)
@@ -173,28 +178,6 @@ def signal_rank(cwd: Path, rank: int, number: int) -> None:
         process.send_signal(number)
 
 
-def test_a_signal_is_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
-    """Something empties TMPDIR under a run, which is then told to stop."""
-    (temporary := tmp_path / "tmp").mkdir()
-    endless = (
-        "trainer.total_training_steps=4000",
-        "trainer.save_freq=100000",
-        "trainer.test_freq=-1",
-    )
-    words = (cache, *SMALL, *endless, "trainer.checkpoint.async_save=false")
-    run_dir = tmp_path / "run"
-    place = f"trainer.default_local_dir={run_dir}"
-    with started(tmp_path, 2, *words, place, TMPDIR=str(temporary)) as process:
-        wait_for_step(run_dir, 3, process)
-        for left in temporary.iterdir():
-            shutil.rmtree(left, ignore_errors=True)
-        process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=60)[0]
-        assert process.returncode == 75, output
-    saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
-    assert saved == max(curve(run_dir)), output
-
-
 def test_two_machines_are_one_run(straight, cache, tmp_path):
     """Two agents with one rank each on this host: the same numbers as two ranks of one agent."""
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -209,11 +192,8 @@ def test_two_machines_are_one_run(straight, cache, tmp_path):
 def test_cannot_write_is_73(cache, tmp_path):
     (tmp_path / "file").write_text("")
     failed = run(tmp_path, 2, cache, *SMALL, f"trainer.default_local_dir={tmp_path}/file/run")
-    assert (
-        failed.returncode == 73
-        and "cannot write" in failed.stdout
-        and "Traceback" not in failed.stdout
-    )
+    assert failed.returncode == 73, failed.stdout
+    assert "cannot write" in failed.stdout and "Traceback" not in failed.stdout
 
 
 @pytest.mark.covers("S0.5 S3.11 S3.13 S3.23")
@@ -221,12 +201,7 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
     """Weights, tokenizer, template and mask of the export, through transformers alone, against
     `val/loss`.
     """
-    turns = [
-        ("user", "Add 1 to x."),
-        ("assistant", "x + 1"),
-        ("user", "Why?"),
-        ("assistant", "So!"),
-    ]
+    turns = ("user", "Add 1 to x."), ("assistant", "x + 1"), ("user", "Why?"), ("assistant", "So!")
     chat = [{"role": role, "content": text} for role, text in turns]
     messages = [chat[:2], chat]
     lines = [json.dumps({"messages": chat}) for chat in messages]

@@ -140,33 +140,33 @@ def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[Metr
 
 def read_places(path: Path, *, before_attempt: int) -> Iterator[tuple[int, str]]:
     """Yield (step, kind) of every row of earlier attempts, also of rows that no longer count."""
-    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
-        for match in filter(None, map(_COLUMNS.match, file)):
-            if int(match[2]) < before_attempt:
-                yield int(match[1]), match[3].decode()
+    return ((step, kind) for step, attempt, kind, _ in _columns(path) if attempt < before_attempt)
 
 
 def read_past(path: Path) -> Past:
-    """Sum up the earlier attempts. Only the beginning of each line is parsed, so a million rows
-    take about a second. Raises `OSError`.
-    """
+    """Sum up the earlier attempts. Raises `OSError`."""
     first_ts: dict[int, float] = {}
     last_ts: dict[int, float] = {}
     last_step = 0
-    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
-        for match in filter(None, map(_COLUMNS.match, file)):
-            step = int(match[1])
-            attempt = int(match[2])
-            ts = float(match[4])
-            kind = match[3].decode()
-            first_ts.setdefault(attempt, ts)
-            last_ts[attempt] = ts
-            last_step = step if kind in MARKERS else max(last_step, step)
+    for step, attempt, kind, ts in _columns(path):
+        first_ts.setdefault(attempt, ts)
+        last_ts[attempt] = ts
+        last_step = step if kind in MARKERS else max(last_step, step)
     return Past(
         num_attempts=max(first_ts, default=0),
         duration_s=sum(last_ts.values()) - sum(first_ts.values()),
         last_step=last_step,
     )
+
+
+def _columns(path: Path) -> Iterator[tuple[int, int, str, float]]:
+    """Yield (step, attempt, kind, ts) of every line. Only the beginning of each line is parsed, so a
+    million rows take about a second.
+    """
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
+        for match in filter(None, map(_COLUMNS.match, file)):
+            step, attempt, kind, ts = match.groups()
+            yield int(step), int(attempt), kind.decode(), float(ts)
 
 
 def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[str, Any]]:
