@@ -122,7 +122,6 @@ def test_a_run_leaves_a_page_and_a_report_that_fails_is_only_a_warning(tmp_path,
     [
         ("a warning\nERROR: 'x' is bad\nFix: do y\n", "report: ERROR: 'x' is bad\nFix: do y; bash"),
         ("Traceback:\n  line\nKeyError: 'x'\n", "report: KeyError: 'x'; bash"),
-        ("", "report: exit 4; bash"),
     ],
 )
 def test_the_warning_about_a_report_that_fails_holds_the_whole_message(

@@ -33,7 +33,6 @@ def fit(run: Run) -> int:
 
 def _train(run: Run) -> int | None:
     """Run steps until the run ends, and return its exit code; None after a rollback."""
-    run.meter.clock.begin()
     if (exit_code := _settle_debts(run)) is not None:
         return exit_code
     run.heartbeat.enter("train", limit_s=run.hang_timeout_s)
