@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,7 +24,6 @@ from trainer.config import ConfigError
 from trainer.runtime import json_lines
 from trainer.tracking import Tracking, backend, facade, read_metrics
 from trainer.tracking.backend import Backend, ContinuedBackend
-from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MARKERS, MetricsRow
 from trainer.tracking.run_info import RunFile
 
@@ -52,32 +51,6 @@ def run_file(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "run.json").read_text())
 
 
-class FakeBackend(Backend):
-    """Notes its calls; `faults` maps the name of a call to what happens there."""
-
-    calls: list[tuple[Any, ...]]
-    faults: dict[str, Callable[[], object]]
-
-    def _note(self, name: str, *args: Any) -> None:
-        self.calls.append((name, *args))
-        self.faults.get(name, lambda: None)()
-
-    def open(self) -> None:
-        self._note("open")
-
-    def log(self, row: MetricsRow) -> None:
-        self._note("log", dict(row.data), row.step)
-
-    def rewind(self, step: int) -> None:
-        self._note("rewind", step)
-
-    def alert(self, event: Event) -> None:
-        self._note("alert", event.message)
-
-    def close(self, exit_code: int) -> None:
-        self._note("close", exit_code)
-
-
 class FakeContinued(ContinuedBackend):
     """Notes the steps of the rows it is sent, and what `run.json` has recorded by then."""
 
@@ -92,20 +65,13 @@ class FakeContinued(ContinuedBackend):
     def disconnect(self, exit_code: int) -> None: ...
 
 
-def install(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    faults: dict[str, Callable[[], object]] | None = None,
-    **attributes: Any,
-) -> type[FakeBackend]:
-    attributes |= {"calls": [], "faults": faults or {}}
-    made = type("Made", (FakeBackend,), attributes)
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> Mock:
+    """Add a backend whose methods are those of the mock that is returned."""
+    calls = Mock(spec=Backend)
+    methods = {call: getattr(calls, call) for call in ("open", "log", "rewind", "alert", "close")}
+    made = type("Made", (Backend,), methods | attributes)
     monkeypatch.setitem(facade.BACKENDS, name, made)
-    return made
-
-
-def boom() -> None:
-    raise RuntimeError("boom")
+    return calls
 
 
 def test_rows_are_strict_lines_and_read_back_as_logged(tmp_path):
@@ -222,8 +188,14 @@ def test_a_backend_sees_every_row_in_order_and_the_exit_code(tmp_path, monkeypat
     log_steps(tracking, range(1, 51))
     tracking.rewind(40)
     tracking.finish(75)
-    logs = [("log", {"train/loss": 1 + step / 100}, step) for step in range(1, 51)]
-    assert fake.calls == [("open",), *logs, ("rewind", 40), ("close", 75)]
+    names = [name for name, *_ in fake.mock_calls]
+    assert names == ["open", *["log"] * 50, "rewind", "close"]
+    rows = [called.args[0] for called in fake.log.mock_calls]
+    assert [(row.step, row.data["train/loss"]) for row in rows] == [
+        (step, 1 + step / 100) for step in range(1, 51)
+    ]
+    fake.rewind.assert_called_once_with(40)
+    fake.close.assert_called_once_with(75)
 
 
 def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(tmp_path, monkeypatch):
@@ -272,7 +244,8 @@ def test_a_backend_that_raises_is_dropped_with_one_warning(tmp_path, monkeypatch
     """The warning promises neither rows on disk, which may be full too, nor training after the
     end.
     """
-    broken = install(monkeypatch, "broken", {call: boom}, is_inline=True)
+    broken = install(monkeypatch, "broken", is_inline=True)
+    getattr(broken, call).side_effect = RuntimeError("boom")
     healthy = install(monkeypatch, "healthy")
     tracking = track(tmp_path, "broken", "healthy")
     log_steps(tracking, range(1, 6))
@@ -282,8 +255,8 @@ def test_a_backend_that_raises_is_dropped_with_one_warning(tmp_path, monkeypatch
     assert text.startswith(f"tracker 'broken' dropped: {call}() raised RuntimeError: boom")
     assert "metrics.jsonl does not depend on it" in text
     assert ("training continues" in text) is (call != "close")
-    assert [called[0] for called in broken.calls].count(call) == 1
-    assert healthy.calls[-1] == ("close", 0) and len(healthy.calls) == 7
+    assert getattr(broken, call).call_count == 1
+    assert healthy.log.call_count == 5 and healthy.close.call_count == 1
     assert len(losses(tmp_path)) == 5
 
 
@@ -292,7 +265,8 @@ def test_backends_that_hang_delay_neither_steps_nor_the_end(tmp_path, monkeypatc
     release = threading.Event()
     names = [f"hung{number}" for number in range(4)]
     for name in names:
-        install(monkeypatch, name, {call: release.wait}, close_timeout_s=1.0)
+        hung = install(monkeypatch, name, close_timeout_s=1.0)
+        getattr(hung, call).side_effect = lambda *_: release.wait()
     tracking = track(tmp_path, *names)
     begin = time.monotonic()
     log_steps(tracking, range(1, 101))
@@ -334,7 +308,8 @@ def test_an_event_is_a_strict_line_and_an_error_is_an_alert(tmp_path, monkeypatc
         "z": "nan",
         "ids": [1, 2],
     }
-    assert [call[1] for call in fake.calls if call[0] == "alert"] == ["no gradient"]
+    ((alert,),) = (called.args for called in fake.alert.mock_calls)
+    assert alert.message == "no gradient"
 
 
 @pytest.mark.covers("S3.3 S3.7")
