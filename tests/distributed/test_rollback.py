@@ -30,7 +30,7 @@ BATCH_SIZE = 8
 TARGET_STEP = 140
 """The newest checkpoint of those every 20 steps that is 16 steps older."""
 BEGUN = 160
-"""Most runs go on from here, where the clean one stood: what is looked at comes later."""
+"""All other runs go on from here, where the clean one stood: what is looked at comes later."""
 SKIPPED = range(BAD_STEP - 8, BAD_STEP + 9)
 USUAL_TOKENS = 8
 """All samples draw from these; a poisoned one from the rest, which the model has learned never
@@ -129,9 +129,11 @@ def begun(clean: Outcome, clean_dir: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rolled_back(tmp_path_factory: pytest.TempPathFactory, source: Any) -> tuple[Path, Outcome]:
-    """A run on one rank, from its first step on, that met the poisoned batch."""
-    run_dir = tmp_path_factory.mktemp("rolled_back")
+def rolled_back(
+    clean: Outcome, clean_dir: Path, tmp_path_factory: pytest.TempPathFactory, source: Any
+) -> tuple[Path, Outcome]:
+    """A run on one rank that met the poisoned batch."""
+    run_dir = toy_runs.begun(clean_dir, tmp_path_factory.mktemp("rolled_back") / "run", BEGUN)
     return run_dir, trained(1, run_dir, source, "batch", "rollback")
 
 

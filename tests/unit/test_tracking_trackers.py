@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import wandb_files
-from killed_run import STEPS, train_row, val_row
+from killed_run import STEPS, log_steps, train_row, val_row
 from sweeps import short_or_full
 from tensorboard.summary.writer import event_file_writer
 
@@ -162,13 +162,6 @@ def track(run_dir: Path, *backends: str) -> Tracking:
     # wandb names its offline directories by the second
     time.sleep(1.0 if "wandb" in backends else 0.0)
     return Tracking("project", "killed", backends, CONFIG, run_dir=run_dir, total_steps=STEPS)
-
-
-def log_steps(tracking: Tracking, steps: range, *, shift: float = 0.0) -> None:
-    for step in steps:
-        tracking.log({key: value + shift for key, value in train_row(step).items()}, step)
-        if step % 2 == 0:
-            tracking.log({key: value + shift for key, value in val_row(step).items()}, step)
 
 
 @by_tracker

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from killed_run import train_row, val_row
+from killed_run import log_steps
 
 from trainer.tracking import Tracking, wandb_backend
 
@@ -58,10 +58,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 def attempt(run_dir: Path, steps: range) -> None:
     tracking = Tracking("project", "exp", "wandb", {}, run_dir=run_dir, total_steps=12)
-    for step in steps:
-        tracking.log(train_row(step), step)
-        if step % 2 == 0:
-            tracking.log(val_row(step), step)
+    log_steps(tracking, steps)
     tracking.finish(75)
 
 
