@@ -8,9 +8,9 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+import whole_runs
 from processes import free_port, wait_until
 from runs import SMALL, processes_of, run, started, wait_for_step
 from sweeps import short_or_full
@@ -148,16 +148,13 @@ def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
     words = (cache, *SMALL, "trainer.save_freq=-1")
     run_dir = run_dir_of(tmp_path)
     saved = 0
-    for number in short_or_full((signal.SIGINT, None), full=(signal.SIGINT, signal.SIGUSR1, None)):
+    for number in short_or_full((signal.SIGINT,), full=(signal.SIGINT, signal.SIGUSR1)):
         with started(tmp_path, 2, *words, TMPDIR=str(temporary)) as process:
             wait_for_step(run_dir, saved + 1, process)
             for left in temporary.iterdir():
                 shutil.rmtree(left, ignore_errors=True)
             before = max(curve(run_dir))
-            if number is None:
-                signal_rank(tmp_path, 1, signal.SIGTERM)
-            else:
-                process.send_signal(number)
+            process.send_signal(number)
             at = max(curve(run_dir))
             output, _ = process.communicate(timeout=60)
         assert process.returncode == 75, output
@@ -165,16 +162,13 @@ def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
         assert processes_of(tmp_path) == []
         saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
         assert before <= saved <= at + 2
+    place = f"trainer.default_local_dir={run_dir}"
+    with whole_runs.started(2, *words, place, log=tmp_path / "log") as attempt:
+        assert wait_until(lambda: max(curve(run_dir)) > saved)
+        attempt.send(signal.SIGTERM, 1)
+        assert attempt.wait(60.0) == 75, attempt.output
     train(run_dir, 2, *words)
     assert curve(run_dir) == curve(straight[0])
-
-
-def signal_rank(cwd: Path, rank: int, number: int) -> None:
-    processes = map(psutil.Process, processes_of(cwd))
-    ranks = [process for process in processes if process.environ().get("RANK") == str(rank)]
-    assert ranks
-    for process in ranks:
-        process.send_signal(number)
 
 
 def test_two_machines_are_one_run(straight, cache, tmp_path):
