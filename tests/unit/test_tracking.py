@@ -23,6 +23,7 @@ from trainer.runtime import json_lines
 from trainer.tracking import Tracking, backend, facade, read_metrics
 from trainer.tracking.backend import Backend, ContinuedBackend
 from trainer.tracking.metrics_file import MARKERS, MetricsRow
+from trainer.tracking.row_losses import SampleLosses, read_hard_rows
 from trainer.tracking.run_info import RunFile
 
 
@@ -209,6 +210,18 @@ def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(tmp_pat
     assert [step for step, _ in FakeContinued.sent] == sorted([*range(1, 9), *range(1, 9)])
     assert all(recorded < step for step, recorded in FakeContinued.sent)
     assert FakeContinued.sent[-1][1] > 3 and run_file(tmp_path)["last_sent"] == {"fake": 8}
+
+
+def test_a_row_whose_loss_is_not_finite_is_named_and_spoils_no_average(tmp_path):
+    tracking = track(tmp_path)
+    ids = range(6)
+    for step, spoiled in ((1, 0.0), (2, math.nan), (3, 0.0)):
+        sums = np.array([9.0, 5.0, 4.0, 3.0, 2.0, 1.0 + spoiled])
+        tracking.log_rows(step, SampleLosses(ids, np.ones(6), sums), lambda row: f"line {row}")
+    tracking.finish(0)
+    rows, hardest = read_hard_rows(tmp_path / "row_losses.jsonl", limit=2)
+    assert [(row.place, row.excess) for row in rows] == [("line 0", 5.0), ("line 1", 1.0)]
+    assert [hardest[step][0][0] for step in (1, 2)] == ["line 0", "line 5"]
 
 
 def test_trackers_that_record_at_the_same_time_keep_each_others_ids(tmp_path):
