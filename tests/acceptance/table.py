@@ -5,29 +5,19 @@ asks for.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of the list; `marks` such as C or C+R."""
-
-    id: str
-    marks: str
-    wording: str
-
-
-def all_lines() -> list[Line]:
+def all_lines() -> dict[str, list[str]]:
+    """{id of a line: its marks, such as C and R}"""
     text = (TESTS / "acceptance/lines.txt").read_text(encoding="utf-8")
-    rows = [row for row in text.splitlines() if row and not row.startswith("#")]
-    return [Line(*row.split(maxsplit=2)) for row in rows]
+    return {name: marks.split("+") for name, marks in re.findall(r"^(S[\d.]+) +(\S+)", text, re.M)}
 
 
 def all_covers() -> set[str]:
     """Return the statements that the marks of all test files name: `S2.21`, `S2.25:C`."""
-    sources = [path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py")]
-    marks = [mark for source in sources for mark in re.findall(r"mark\.covers\(([^)]*)\)", source)]
-    return {name for mark in marks for name in re.findall(r"S[\d.:A-Z]+", mark)}
+    text = "".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
+    marks = re.findall(r"mark\.covers\(([^)]*)\)", text)
+    return set(re.findall(r"S[\d.:A-Z]+", " ".join(marks)))

@@ -24,13 +24,13 @@ from trainer.optim.clip import local_square_sum
 from trainer.runtime.distributed import World
 from trainer.train.guard import Guard
 
-BAD_STEP = 205
-NUM_STEPS = 260
+BAD_STEP = 165
+NUM_STEPS = 200
 BATCH_SIZE = 8
-TARGET_STEP = 180
+TARGET_STEP = 140
 """The newest checkpoint of those every 20 steps that is 16 steps older."""
-BEGUN = 200
-"""Most runs go on from here, where the clean one stood: what is looked at comes later."""
+BEGUN = 160
+"""All other runs go on from here, where the clean one stood: what is looked at comes later."""
 SKIPPED = range(BAD_STEP - 8, BAD_STEP + 9)
 USUAL_TOKENS = 8
 """All samples draw from these; a poisoned one from the rest, which the model has learned never
@@ -129,9 +129,11 @@ def begun(clean: Outcome, clean_dir: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rolled_back(tmp_path_factory: pytest.TempPathFactory, source: Any) -> tuple[Path, Outcome]:
-    """A run on one rank, from its first step on, that met the poisoned batch."""
-    run_dir = tmp_path_factory.mktemp("rolled_back")
+def rolled_back(
+    clean: Outcome, clean_dir: Path, tmp_path_factory: pytest.TempPathFactory, source: Any
+) -> tuple[Path, Outcome]:
+    """A run on one rank that met the poisoned batch."""
+    run_dir = toy_runs.begun(clean_dir, tmp_path_factory.mktemp("rolled_back") / "run", BEGUN)
     return run_dir, trained(1, run_dir, source, "batch", "rollback")
 
 
@@ -152,14 +154,14 @@ def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
     assert found.last_loss == pytest.approx(clean.last_loss, rel=0.02)
     (entry,) = rollback.read(run_dir).entries
     assert (entry.onset, entry.found_step, entry.target_step) == (BAD_STEP, BAD_STEP, TARGET_STEP)
-    kept = [*range(20, 181, 20), 220, 240, 260]
+    kept = [*range(20, TARGET_STEP + 1, 20), 180, 200]
     assert [info.step for info in layout.checkpoints(run_dir)] == kept
     require_set_aside(run_dir)
 
 
 def require_set_aside(run_dir: Path) -> None:
     """The checkpoint after the harmful batch is not lost."""
-    assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_200.0"]
+    assert [path.name for path in run_dir.glob(".corrupt*")] == [f".corrupt_global_step_{BEGUN}.0"]
 
 
 @pytest.mark.covers("S2.36:C S2.41:C")
@@ -182,7 +184,7 @@ def test_a_severe_update_can_be_left_out_by_the_device(source, begun):
     assert found.steps == tuple(range(BEGUN + 1, NUM_STEPS + 1))
 
 
-@pytest.mark.parametrize("kill_at", [f"/{rollback.FILE}", "/.corrupt_global_step_200"])
+@pytest.mark.parametrize("kill_at", [f"/{rollback.FILE}", f"/.corrupt_global_step_{BEGUN}"])
 def test_a_kill_during_a_rollback_leaves_a_run_that_finishes_it(
     source, begun, rolled_back, kill_at
 ):

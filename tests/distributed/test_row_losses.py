@@ -11,7 +11,6 @@ import pytest
 import torch
 from ranks import run_ranks
 from toy import (
-    Recorder,
     ToySamples,
     build_toy_model,
     full_parameters,
@@ -32,28 +31,23 @@ STEPS = 6
 SHARES = (Share(18), Share(6, repeat=3.0))
 
 
-def losses_of_steps(world: Any, path: Path) -> dict[Any, Any]:
-    samples = ToySamples(shares=SHARES)
+def losses_of_steps(world: Any, path: Path) -> tuple[Any, list[Any]]:
+    """(parameters before the first step, (losses of the samples, loss) of each step)."""
     model = build_toy_model(world, write_model_config(path / str(world.rank)))
-    parts = toy_run(world, model, samples, total_steps=3, max_tokens=80)
+    parts = toy_run(world, model, ToySamples(shares=SHARES), total_steps=3, max_tokens=80)
     recorder: Any = parts.tracking
     begun_with = full_parameters(model)
-    assert isinstance(recorder, Recorder) and fit(parts) == 0
-    rows = dict(recorder.rows)
-    found = {step: (losses, rows[step]["train/loss"]) for step, losses in recorder.samples.items()}
-    return {"begun with": begun_with} | found
+    assert fit(parts) == 0
+    losses = recorder.column("train/loss")
+    return begun_with, list(zip(recorder.samples.values(), losses, strict=True))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_they_are_equal_on_any_number_of_ranks_and_add_up(tmp_path, num_ranks):
-    (expected,) = run_ranks(losses_of_steps, 1, tmp_path)
-    found = run_ranks(losses_of_steps, num_ranks, tmp_path)
-    begun_with, *_ = [one.pop("begun with") for one in (expected, *found)]
-    assert len(expected) == 3
+def test_they_are_equal_on_any_number_of_ranks_and_add_up(tmp_path):
+    ((begun_with, expected),) = run_ranks(losses_of_steps, 1, tmp_path)
     config = AutoConfig.from_pretrained(tmp_path / "0")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(begun_with, strict=False)
-    samples, (first, _) = ToySamples(shares=SHARES), expected[1]
+    samples, (first, _) = ToySamples(shares=SHARES), expected[0]
     for sample_id, num_tokens, loss_sum in zip(
         first.ids, first.tokens, first.loss_sums, strict=True
     ):
@@ -61,9 +55,8 @@ def test_they_are_equal_on_any_number_of_ranks_and_add_up(tmp_path, num_ranks):
         with torch.no_grad():
             alone = float(plain_loss(model, samples, [sample_id]))
         assert loss_sum == pytest.approx(times * alone, rel=1e-5)
-    for of_rank in found:
-        for step, (losses, loss) in of_rank.items():
-            whole, _ = expected[step]
+    for _, found in run_ranks(losses_of_steps, 4, tmp_path):
+        for (losses, loss), (whole, _) in zip(found, expected, strict=True):
             assert losses.ids == whole.ids
             np.testing.assert_array_equal(losses.tokens, whole.tokens)
             np.testing.assert_allclose(losses.loss_sums, whole.loss_sums, rtol=1e-5)
@@ -72,16 +65,10 @@ def test_they_are_equal_on_any_number_of_ranks_and_add_up(tmp_path, num_ranks):
 
 def test_the_report_names_the_row_that_stands_out(tmp_path):
     plain, odd = (
-        {
-            "messages": [
-                {"role": "user", "content": "say a"},
-                {"role": "assistant", "content": answer},
-            ]
-        }
-        for answer in ("a a a", "Zq?9")
+        json.dumps({"instruction": "say a", "output": answer}) for answer in ("a a a", "Zq?9")
     )
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in [*[plain] * 16, odd, *[plain] * 7]))
+    file.write_text("\n".join([*[plain] * 16, odd, *[plain] * 7]))
     run_dir = tmp_path / "run"
     words = (
         *tiny_model(tmp_path),

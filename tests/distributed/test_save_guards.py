@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,7 @@ def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     lock = held_lock(world, run_dir)
     manager = checkpoint_manager(world, run_dir, source, parts, Recipe(), lock=lock)
+    batches: Any = SimpleNamespace(step=40, last_step=60, follows=lambda earlier: True)
     for step in (10, 40):
         manager.save(Position(step), loss=1.0, grad_norm=1.0, history=History(), is_required=True)
     if world.is_main:
@@ -97,13 +99,7 @@ def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
     told = []
     for change in (
         lambda: manager.settle(10, History()),
-        lambda: manager.decide_rollback(
-            onset=30,
-            step=40,
-            last_step=60,
-            history=History(),
-            reason="a spike",
-        ),
+        lambda: manager.decide_rollback(batches, onset=30, history=History(), reason="a spike"),
     ):
         with pytest.raises(CannotWriteError) as error:
             change()

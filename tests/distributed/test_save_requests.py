@@ -31,15 +31,19 @@ def wait_in_steps() -> None:
     before_steps(lambda run, step: time.sleep(0.4))
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> tuple[str, ...]:
-    return (
-        *tiny_model(tmp_path),
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+    """A run that is asked for no save: its directory and its words."""
+    root = tmp_path_factory.mktemp("straight")
+    words = (
+        *tiny_model(root),
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=-1",
         "trainer.test_freq=-1",
         "trainer.logger=[]",
     )
+    train(root / "run", 2, *words)
+    return root / "run", words
 
 
 def saved_steps(run_dir: Path) -> list[int]:
@@ -47,21 +51,20 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("is_async", ["true", "false"])
-def test_the_file_save_asks_once_and_changes_nothing_else(tmp_path, words, is_async):
+def test_the_file_save_asks_once_and_changes_nothing_else(tmp_path, straight, is_async):
+    run_dir, words = straight
     words = (*words, f"trainer.checkpoint.async_save={is_async}")
-    straight = tmp_path / "straight"
     asked = tmp_path / "asked"
-    train(straight, 2, *words)
     train(asked, 2, *words, before=partial(ask_in_step, 3, asked))
-    assert saved_steps(straight) == [STEPS] and saved_steps(asked) == [3, STEPS]
+    assert saved_steps(run_dir) == [STEPS] and saved_steps(asked) == [3, STEPS]
     assert not (asked / requests.FILE_NAME).exists()
-    found = compare_runs(straight, asked, steps=STEPS)
+    found = compare_runs(run_dir, asked, steps=STEPS)
     assert found.differences == ["checkpoints kept: 1 and 2"]
 
 
-def test_a_save_is_due_when_the_time_has_passed(tmp_path, words):
+def test_a_save_is_due_when_the_time_has_passed(tmp_path, straight):
     run_dir = tmp_path / "run"
-    train(run_dir, 1, *words, "trainer.save_every=1s", before=wait_in_steps)
+    train(run_dir, 1, *straight[1], "trainer.save_every=1s", before=wait_in_steps)
     assert 2 <= len(saved_steps(run_dir)) <= 4
 
 
@@ -93,10 +96,8 @@ def test_a_file_that_cannot_be_deleted_does_not_save_for_ever(tmp_path, monkeypa
     assert not made.is_due() and "cannot be deleted" in caplog.text
 
 
-def test_an_export_has_a_card_that_the_hub_reads(tmp_path, words):
-    run_dir = tmp_path / "run"
-    train(run_dir, 1, *words)
-    card = ModelCard.load(run_dir / f"global_step_{STEPS}" / "huggingface" / "README.md")
+def test_an_export_has_a_card_that_the_hub_reads(straight):
+    card = ModelCard.load(straight[0] / f"global_step_{STEPS}" / "huggingface" / "README.md")
     assert card.data.library_name == "transformers" and card.data.base_model is None
     for line in (f"    step: {STEPS}", "    train/loss: ", "    data.train_batch_size: 4"):
         assert line in card.text, line

@@ -22,7 +22,7 @@ from toy_runs import Recipe, Result, checkpoint_manager, moments_of, run
 
 from trainer.checkpoint import layout
 
-WORLD_SIZES = short_or_full((1, 3, 4), full=(1, 2, 3, 4, 6, 8))
+WORLD_SIZES = short_or_full((1, 4), full=(1, 2, 3, 4, 6, 8))
 HYBRID = short_or_full(((4, 2),), full=((4, 2), (8, 4), (6, 3)))
 MESHES = [*((size, -1) for size in WORLD_SIZES), *HYBRID]
 """(ranks, fsdp_size): at last several copies of the parameters."""

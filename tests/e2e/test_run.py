@@ -8,9 +8,9 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+import whole_runs
 from processes import free_port, wait_until
 from runs import SMALL, processes_of, run, started, wait_for_step
 from sweeps import short_or_full
@@ -119,8 +119,7 @@ def test_kill_9_then_the_same_command(straight, killed, cache, tmp_path):
         delay_s = chance.uniform(0.0, 0.5)
         print(f"seed {seed}: kill {delay_s:.2f} s after step {step}")
         kill_after(step, tmp_path, cache, *SMALL, delay_s=delay_s)
-    again = run(tmp_path, 2, cache, *SMALL)
-    assert again.returncode == 0, again.stdout
+    train(run_dir, 2, cache, *SMALL)
     found = compare_runs(straight[0], run_dir, steps=12)
     assert found.num_equal > 10 and not found.differences, found.differences
     assert losses_of_rows(run_dir) == losses_of_rows(straight[0])
@@ -142,18 +141,20 @@ def test_continue_on_other_ranks(straight, killed, cache, tmp_path):
 
 @pytest.mark.covers("S3.16 S3.26")
 def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
-    """One run stopped by a signal, and by SIGTERM to one rank alone, then left in peace."""
+    """One run stopped by a signal after something has emptied TMPDIR, and by SIGTERM to one rank
+    alone, then left in peace.
+    """
+    (temporary := tmp_path / "tmp").mkdir()
     words = (cache, *SMALL, "trainer.save_freq=-1")
     run_dir = run_dir_of(tmp_path)
     saved = 0
-    for number in short_or_full((signal.SIGINT, None), full=(signal.SIGINT, signal.SIGUSR1, None)):
-        with started(tmp_path, 2, *words) as process:
+    for number in short_or_full((signal.SIGINT,), full=(signal.SIGINT, signal.SIGUSR1)):
+        with started(tmp_path, 2, *words, TMPDIR=str(temporary)) as process:
             wait_for_step(run_dir, saved + 1, process)
+            for left in temporary.iterdir():
+                shutil.rmtree(left, ignore_errors=True)
             before = max(curve(run_dir))
-            if number is None:
-                signal_rank(tmp_path, 1, signal.SIGTERM)
-            else:
-                process.send_signal(number)
+            process.send_signal(number)
             at = max(curve(run_dir))
             output, _ = process.communicate(timeout=60)
         assert process.returncode == 75, output
@@ -161,38 +162,13 @@ def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
         assert processes_of(tmp_path) == []
         saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
         assert before <= saved <= at + 2
+    place = f"trainer.default_local_dir={run_dir}"
+    with whole_runs.started(2, *words, place, log=tmp_path / "log") as attempt:
+        assert wait_until(lambda: max(curve(run_dir)) > saved)
+        attempt.send(signal.SIGTERM, 1)
+        assert attempt.wait(60.0) == 75, attempt.output
     train(run_dir, 2, *words)
     assert curve(run_dir) == curve(straight[0])
-
-
-def signal_rank(cwd: Path, rank: int, number: int) -> None:
-    processes = map(psutil.Process, processes_of(cwd))
-    ranks = [process for process in processes if process.environ().get("RANK") == str(rank)]
-    assert ranks
-    for process in ranks:
-        process.send_signal(number)
-
-
-def test_a_signal_is_noticed_when_the_temporary_files_are_gone(cache, tmp_path):
-    """Something empties TMPDIR under a run, which is then told to stop."""
-    (temporary := tmp_path / "tmp").mkdir()
-    endless = (
-        "trainer.total_training_steps=4000",
-        "trainer.save_freq=100000",
-        "trainer.test_freq=-1",
-    )
-    words = (cache, *SMALL, *endless, "trainer.checkpoint.async_save=false")
-    run_dir = tmp_path / "run"
-    place = f"trainer.default_local_dir={run_dir}"
-    with started(tmp_path, 2, *words, place, TMPDIR=str(temporary)) as process:
-        wait_for_step(run_dir, 3, process)
-        for left in temporary.iterdir():
-            shutil.rmtree(left, ignore_errors=True)
-        process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=60)[0]
-        assert process.returncode == 75, output
-    saved = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
-    assert saved == max(curve(run_dir)), output
 
 
 def test_two_machines_are_one_run(straight, cache, tmp_path):
@@ -209,11 +185,8 @@ def test_two_machines_are_one_run(straight, cache, tmp_path):
 def test_cannot_write_is_73(cache, tmp_path):
     (tmp_path / "file").write_text("")
     failed = run(tmp_path, 2, cache, *SMALL, f"trainer.default_local_dir={tmp_path}/file/run")
-    assert (
-        failed.returncode == 73
-        and "cannot write" in failed.stdout
-        and "Traceback" not in failed.stdout
-    )
+    assert failed.returncode == 73, failed.stdout
+    assert "cannot write" in failed.stdout and "Traceback" not in failed.stdout
 
 
 @pytest.mark.covers("S0.5 S3.11 S3.13 S3.23")
@@ -221,12 +194,7 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
     """Weights, tokenizer, template and mask of the export, through transformers alone, against
     `val/loss`.
     """
-    turns = [
-        ("user", "Add 1 to x."),
-        ("assistant", "x + 1"),
-        ("user", "Why?"),
-        ("assistant", "So!"),
-    ]
+    turns = ("user", "Add 1 to x."), ("assistant", "x + 1"), ("user", "Why?"), ("assistant", "So!")
     chat = [{"role": role, "content": text} for role, text in turns]
     messages = [chat[:2], chat]
     lines = [json.dumps({"messages": chat}) for chat in messages]

@@ -345,8 +345,9 @@ class Trainer:
                 self._job.is_stopping,
             )
             if onset is not None:
+                batches = SimpleNamespace(step=step, last_step=TOTAL, follows=lambda earlier: True)
                 found = checkpoints.decide_rollback(
-                    onset=onset, step=step, last_step=TOTAL, history=History(), reason="a spike"
+                    batches, onset=onset, history=History(), reason="a spike"
                 )
                 if found is not None:
                     step = found[0].step

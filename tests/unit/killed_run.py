@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.tracking import Tracking
@@ -29,14 +30,20 @@ def val_row(step: int) -> dict[str, float]:
     return {"val/loss": 3.0 + 1 / step}
 
 
+def log_steps(tracking: Tracking, steps: Iterable[int], *, shift: float = 0.0) -> None:
+    """Log steps with a validation every second one; `shift` is added to every value."""
+    for step in steps:
+        tracking.log({key: value + shift for key, value in train_row(step).items()}, step)
+        if step % 2 == 0:
+            tracking.log({key: value + shift for key, value in val_row(step).items()}, step)
+
+
 def main(run_dir: Path, backend: str, first_step: int, kill_step: int) -> None:
     tracking = Tracking(
         "project", "killed", [backend], {"lr": 0.1}, run_dir=run_dir, total_steps=STEPS
     )
     for step in range(first_step, STEPS + 1):
-        tracking.log(train_row(step), step)
-        if step % 2 == 0:
-            tracking.log(val_row(step), step)
+        log_steps(tracking, [step])
         if step == kill_step:
             while any(sink._queue.qsize() for sink in tracking._sinks):  # type: ignore[attr-defined]
                 time.sleep(0.01)

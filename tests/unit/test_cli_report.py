@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 from log_formats import make_curves, write_own, write_swift
@@ -17,7 +17,7 @@ from trainer.cli import report
 from trainer.cli.arguments import write_file
 from trainer.errors import CannotWriteError
 from trainer.tools.report import analyse as analysis
-from trainer.tools.report.result import Report
+from trainer.tools.report.analyse import analyse
 from trainer.tracking import Tracking
 from trainer.train.start.end import write_final_report
 
@@ -37,21 +37,6 @@ def call(
     return lambda words: (report.main(words.split()), *capsys.readouterr())
 
 
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the options of the last analysis; `verdict` in it is that of later ones."""
-    options: dict[str, Any] = {}
-    analyse = analysis.analyse
-
-    def noting(log: Any, **own: Any) -> Report:
-        found = analyse(log, **own)
-        options.update(own)
-        return replace(found, verdict=options.get("verdict", found.verdict))
-
-    monkeypatch.setattr(analysis, "analyse", noting)
-    return options
-
-
 def test_one_run_gives_a_verdict_and_a_page(call):
     code, out, err = call("ours --html a.html")
     assert (code, err) == (0, "") and out.startswith("ours (fsdp-sft)") and "wrote a.html" in out
@@ -67,8 +52,10 @@ def test_two_runs_give_one_page_an_array_and_a_comparison(call):
     assert [run["title"] for run in trees] == ["ours", "swift"]
 
 
-def test_a_run_is_judged_by_the_profile_it_is_given(call, given):
-    assert call("ours --profile grpo")[0] == 0 and given == {"profile": "grpo"}
+def test_a_run_is_judged_by_the_profile_it_is_given(call):
+    with patch.object(analysis, "analyse", wraps=analyse) as analysed:
+        assert call("ours --profile grpo")[0] == 0
+    assert analysed.call_args.kwargs == {"profile": "grpo"}
 
 
 @pytest.mark.parametrize(
@@ -89,8 +76,9 @@ def test_errors_have_their_exit_code_and_name_the_cause(call, words, code, messa
 @pytest.mark.parametrize(
     ("verdict", "code"), [("OK", 0), ("INSUFFICIENT", 0), ("ATTENTION", 1), ("FAIL", 3)]
 )
-def test_with_check_the_exit_code_is_the_verdict(call, given, verdict, code):
-    given["verdict"] = verdict
+def test_with_check_the_exit_code_is_the_verdict(call, monkeypatch, verdict, code):
+    judged = lambda log, **own: replace(analyse(log, **own), verdict=verdict)  # noqa: E731
+    monkeypatch.setattr(analysis, "analyse", judged)
     exit_code, out, err = call("swift --json --check")
     assert (exit_code, err) == (code, "") and json.loads(out)["verdict"] == verdict
     assert call("ours swift --check")[0] == code and call("ours")[0] == 0
@@ -122,7 +110,6 @@ def test_a_run_leaves_a_page_and_a_report_that_fails_is_only_a_warning(tmp_path,
     [
         ("a warning\nERROR: 'x' is bad\nFix: do y\n", "report: ERROR: 'x' is bad\nFix: do y; bash"),
         ("Traceback:\n  line\nKeyError: 'x'\n", "report: KeyError: 'x'; bash"),
-        ("", "report: exit 4; bash"),
     ],
 )
 def test_the_warning_about_a_report_that_fails_holds_the_whole_message(

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from toy import guard_config
@@ -11,10 +12,6 @@ from trainer.config import GuardRule
 from trainer.train.detection import StepLimits
 from trainer.train.guard import Guard
 from trainer.train.parts import Decision
-
-INF = math.inf
-NAN = math.nan
-Events = list[tuple[str, int, str]]
 
 
 def signals(loss: float = 2.0, grad_norm: float = 1.0, **others: float) -> dict[str, float]:
@@ -25,11 +22,7 @@ def signals(loss: float = 2.0, grad_norm: float = 1.0, **others: float) -> dict[
 SEVERE = signals(8.0, 20.0)
 
 
-def new_guard(events: Events | None = None, **changes: Any) -> Guard:
-    def tell(kind: str, step: int, message: str, level: str) -> None:
-        if events is not None:
-            events.append((kind, step, level))
-
+def new_guard(*, tell: Any = None, **changes: Any) -> Guard:
     return Guard(guard_config(**changes), tell=tell)
 
 
@@ -46,7 +39,7 @@ def stops(guard: Guard, bad_steps: set[int], num_steps: int, *, first: int = 1) 
     found = []
     for step in range(first, num_steps + 1):
         is_bad = step in bad_steps
-        decision = guard.observe(step, signals(NAN if is_bad else 2.0), is_skipped=is_bad)
+        decision = guard.observe(step, signals(math.nan if is_bad else 2.0), is_skipped=is_bad)
         if decision != Decision():
             found.append(decision)
     return found
@@ -136,8 +129,8 @@ def test_a_rule_asks_for_its_action():
         GuardRule("data/pad_frac", above=0.5, action="stop"),
         GuardRule("train/loss", below=1),
     ]
-    events: Events = []
-    guard = new_guard(events, rules=rules)
+    tell = Mock()
+    guard = new_guard(tell=tell, rules=rules)
     steps = (signals(2, 11.0), signals(2, 11.0), signals(0.5), signals(**{"data/pad_frac": 0.9}))
     first, second, third, fourth = (
         guard.observe(step, values, is_skipped=False) for step, values in enumerate(steps, 1)
@@ -145,7 +138,9 @@ def test_a_rule_asks_for_its_action():
     assert first == third == Decision()
     assert second.rollback_onset == 1 and not second.is_stop
     assert fourth.is_stop
-    assert [event[:2] for event in events] == [("guard/rule", step) for step in (2, 3, 4)]
+    assert [event.args[:2] for event in tell.mock_calls] == [
+        ("guard/rule", step) for step in (2, 3, 4)
+    ]
 
 
 @pytest.mark.covers("S2.38")
@@ -181,10 +176,11 @@ def test_a_loss_that_keeps_rising_is_answered_as_configured(action):
 @pytest.mark.covers("S3.32 S3.41:C S3.51:C")
 @pytest.mark.parametrize(("patience", "expected"), [(None, [0, 0, 0, 0]), (2, [0, 0, 0, 1])])
 def test_overfitting_is_reported_and_only_early_stopping_ends_the_run(patience, expected):
-    events: Events = []
-    guard = new_guard(events, early_stop_patience=patience)
+    tell = Mock()
+    guard = new_guard(tell=tell, early_stop_patience=patience)
     curve = [(500, 1.2, 1.5), (1000, 0.8, 1.3), (1500, 0.5, 1.4), (2000, 0.3, 1.6)]
     ends = [guard.observe_validation(step, val, train_loss=train) for step, train, val in curve]
     assert ends == expected
-    assert events[0] == ("overfit", 2000, "warn") and guard.history.best_step == 1000
+    kind, step, _, level = tell.mock_calls[0].args
+    assert (kind, step, level) == ("overfit", 2000, "warn") and guard.history.best_step == 1000
     assert guard.validation_scores() == {"val/best_loss": 1.3, "val/best_step": 1000}

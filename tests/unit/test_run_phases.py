@@ -6,8 +6,8 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -113,30 +113,23 @@ def test_who_lost_another_machine_can_continue_with_the_same_command(
 
 
 def test_preparation_meeting_and_loading_have_limits(monkeypatch):
-    phases: list[tuple[str, float]] = []
-    heartbeat = SimpleNamespace(
-        enter=lambda phase, *, limit_s: phases.append((phase, limit_s)),
-        beat=lambda: None,
-    )
-
-    def choose(*args: Any) -> None:
-        raise ReachedError
-
+    heartbeat = Mock()
+    deterministic = Mock()
     monkeypatch.delenv(VARIABLE, raising=False)
     # a lone rank says there where it meets itself
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     lone = {name: value for name, value in os.environ.items() if name not in ranks}
     monkeypatch.setattr(os, "environ", lone)
-    monkeypatch.setattr(
-        run.seeding, "use_deterministic_kernels", lambda: phases.append(("deterministic", 0))
-    )
-    monkeypatch.setattr(run, "prepare_inputs", lambda config, progress: None)
-    monkeypatch.setattr(run, "facts_of", lambda inputs, progress: {})
-    monkeypatch.setattr(run, "choose", choose)
+    monkeypatch.setattr(run.seeding, "use_deterministic_kernels", deterministic)
+    monkeypatch.setattr(run, "prepare_inputs", Mock())
+    monkeypatch.setattr(run, "facts_of", Mock(return_value={}))
+    monkeypatch.setattr(run, "choose", Mock(side_effect=ReachedError))
     config = load_config([*LIMITS, "trainer.deterministic=true"])
     try:
         with pytest.raises(ReachedError):
-            run.run(config, StopRequest(), heartbeat)  # type: ignore[arg-type]
+            run.run(config, StopRequest(), heartbeat)
     finally:
         run.distributed.stop()
-    assert phases == [("deterministic", 0), ("prepare", 900), ("meet", 900), ("load", 2700)]
+    phases = [(call.args[0], call.kwargs["limit_s"]) for call in heartbeat.enter.mock_calls]
+    assert phases == [("prepare", 900), ("meet", 900), ("load", 2700)]
+    deterministic.assert_called_once()

@@ -8,6 +8,7 @@ import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,7 +33,6 @@ class FakeCuda:
         self._current = threading.local()
         self.waits: list[tuple[str, Any]] = []
         self.locked: dict[int, int] = {}
-        self.status = 0
         cuda = self
 
         class Event:
@@ -42,23 +42,21 @@ class FakeCuda:
                 )
 
         stream = SimpleNamespace(wait_stream=lambda other: None, record_event=Event)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "stream", lambda other: nullcontext())
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(
-            torch.cuda, "set_device", lambda device: setattr(self._current, "device", device)
-        )
-        monkeypatch.setattr(
-            torch.cuda,
-            "cudart",
-            lambda: SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._release),
-        )
+        cudart = SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._release)
+        stand_ins = {
+            "Stream": lambda device: stream,
+            "current_stream": lambda device: None,
+            "stream": lambda other: nullcontext(),
+            "is_initialized": lambda: True,
+            "set_device": lambda device: setattr(self._current, "device", device),
+            "cudart": lambda: cudart,
+        }
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
 
     def _lock(self, pointer: int, size_bytes: int, flags: int) -> int:
-        if not self.status:
-            self.locked[pointer] = size_bytes
-        return self.status
+        self.locked[pointer] = size_bytes
+        return 0
 
     def _release(self, pointer: int) -> int:
         del self.locked[pointer]
@@ -68,20 +66,6 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
-
-
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the blocks asked for."""
-    sizes: list[int] = []
-    allocate = mmap.mmap
-
-    def recorded(fileno: int, length: int, **settings: Any) -> mmap.mmap:
-        sizes.append(length)
-        return allocate(fileno, length, **settings)
-
-    monkeypatch.setattr(module.mmap, "mmap", recorded)
-    return sizes
 
 
 def state() -> Snapshot:
@@ -149,21 +133,20 @@ def test_the_copy_is_the_state_bit_for_bit_and_shares_nothing_with_it(cuda, devi
     assert copied.optim["param_groups"] == [{"lr": 1e-3}] and copied.extra["n"] == 3
 
 
-def test_one_block_of_the_size_of_the_state_is_page_locked_once(cuda, blocks):
+def test_one_block_of_the_size_of_the_state_is_page_locked_once(cuda):
     buffers = HostBuffers(CARD)
-    first = buffers.copy(state())
-    second = buffers.copy(state())
+    with patch.object(module.mmap, "mmap", wraps=mmap.mmap) as allocated:
+        first = buffers.copy(state())
+        second = buffers.copy(state())
+    ((_, block_bytes),) = (call.args for call in allocated.call_args_list)
     assert [t.data_ptr() for t in all_tensors(first)] == [t.data_ptr() for t in all_tensors(second)]
     distinct = {tensor.data_ptr(): tensor.nbytes for tensor in all_tensors(first) if tensor.nbytes}
-    assert 0 <= blocks[0] - sum(distinct.values()) < len(distinct) * ALIGNMENT_BYTES
+    assert 0 <= block_bytes - sum(distinct.values()) < len(distinct) * ALIGNMENT_BYTES
     (start, size_bytes), *others = cuda.locked.items()
-    assert len(blocks) == 1 and others == [] and size_bytes == blocks[0]
+    assert others == [] and size_bytes == block_bytes
     for pointer, num_bytes in distinct.items():
-        assert (
-            start <= pointer
-            and pointer + num_bytes <= start + size_bytes
-            and pointer % ALIGNMENT_BYTES == 0
-        )
+        assert start <= pointer <= start + size_bytes - num_bytes
+        assert pointer % ALIGNMENT_BYTES == 0
 
 
 def test_a_forked_process_does_not_hold_the_copy():

@@ -6,15 +6,13 @@ import json
 import math
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,8 +22,9 @@ from trainer.config import ConfigError
 from trainer.runtime import json_lines
 from trainer.tracking import Tracking, backend, facade, read_metrics
 from trainer.tracking.backend import Backend, ContinuedBackend
-from trainer.tracking.events_file import Event
 from trainer.tracking.metrics_file import MARKERS, MetricsRow
+from trainer.tracking.row_losses import SampleLosses, read_hard_rows
+from trainer.tracking.run_info import RunFile
 
 
 def track(run_dir: Path, *backends: str) -> Tracking:
@@ -51,32 +50,6 @@ def run_file(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "run.json").read_text())
 
 
-class FakeBackend(Backend):
-    """Notes its calls; `faults` maps the name of a call to what happens there."""
-
-    calls: list[tuple[Any, ...]]
-    faults: dict[str, Callable[[], object]]
-
-    def _note(self, name: str, *args: Any) -> None:
-        self.calls.append((name, *args))
-        self.faults.get(name, lambda: None)()
-
-    def open(self) -> None:
-        self._note("open")
-
-    def log(self, row: MetricsRow) -> None:
-        self._note("log", dict(row.data), row.step)
-
-    def rewind(self, step: int) -> None:
-        self._note("rewind", step)
-
-    def alert(self, event: Event) -> None:
-        self._note("alert", event.message)
-
-    def close(self, exit_code: int) -> None:
-        self._note("close", exit_code)
-
-
 class FakeContinued(ContinuedBackend):
     """Notes the steps of the rows it is sent, and what `run.json` has recorded by then."""
 
@@ -91,20 +64,13 @@ class FakeContinued(ContinuedBackend):
     def disconnect(self, exit_code: int) -> None: ...
 
 
-def install(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    faults: dict[str, Callable[[], object]] | None = None,
-    **attributes: Any,
-) -> type[FakeBackend]:
-    attributes |= {"calls": [], "faults": faults or {}}
-    made = type("Made", (FakeBackend,), attributes)
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> Mock:
+    """Add a backend whose methods are those of the mock that is returned."""
+    calls = Mock(spec=Backend)
+    methods = {call: getattr(calls, call) for call in ("open", "log", "rewind", "alert", "close")}
+    made = type("Made", (Backend,), methods | attributes)
     monkeypatch.setitem(facade.BACKENDS, name, made)
-    return made
-
-
-def boom() -> None:
-    raise RuntimeError("boom")
+    return calls
 
 
 def test_rows_are_strict_lines_and_read_back_as_logged(tmp_path):
@@ -125,7 +91,7 @@ def test_rows_are_strict_lines_and_read_back_as_logged(tmp_path):
     assert math.isnan(read["train/loss"]) and read["a"] == -math.inf
 
 
-@pytest.mark.parametrize("torn", ['{"step":2,"attempt":1,"kind":"tr', '{"step":2}', "\0" * 70000])
+@pytest.mark.parametrize("torn", ['{"step":2,"attempt":1,"kind":"tr', "\0" * 70000])
 def test_a_torn_tail_is_cut_and_the_restart_is_a_new_attempt(tmp_path, torn):
     track(tmp_path).finish(0)
     first = track(tmp_path)
@@ -180,28 +146,18 @@ REAL_WRITE = os.write
 @pytest.mark.parametrize(
     "failing", [full_disk, lambda descriptor, line: REAL_WRITE(descriptor, line[:20])]
 )
-def test_rows_wait_for_a_full_disk_and_each_outage_warns(tmp_path, monkeypatch, caplog, failing):
+def test_rows_wait_for_a_full_disk_and_are_counted_if_it_stays_full(
+    tmp_path, monkeypatch, caplog, failing
+):
     tracking = track(tmp_path)
-    for step in range(1, 9):
-        monkeypatch.setattr(json_lines.os, "write", failing if step in (2, 3, 6) else REAL_WRITE)
+    for step in range(1, 10):
+        monkeypatch.setattr(json_lines.os, "write", failing if step in (2, 3, 6, 9) else REAL_WRITE)
         log_steps(tracking, range(step, step + 1))
-        last_step = {2: 1, 3: 1, 6: 5}.get(step, step)
+        last_step = {2: 1, 3: 1, 6: 5, 9: 8}.get(step, step)
         assert [step for step, _ in losses(tmp_path)] == [*range(1, last_step + 1)]
     tracking.finish(0)
-    assert len(caplog.records) == 2
-
-
-def test_rows_that_no_disk_took_are_counted_at_the_end(tmp_path, monkeypatch, caplog):
-    tracking = track(tmp_path)
-    tracking.start(0)
-    for step in range(1, 41):
-        is_full = 11 <= step <= 30 or step > 38
-        monkeypatch.setattr(json_lines.os, "write", full_disk if is_full else REAL_WRITE)
-        tracking.log({"train/loss": 1.0}, step=step)
-    tracking.finish(0)
-    lost = sorted(set(range(1, 41)) - {step for step, _ in losses(tmp_path)})
-    assert lost == [39, 40]
-    assert "metrics.jsonl lacks 2 rows" in caplog.text
+    assert caplog.text.count(f"cannot write {tmp_path}/metrics.jsonl") == 3, "once for each outage"
+    assert "metrics.jsonl lacks 1 rows" in caplog.text
 
 
 def test_flush_reaches_the_disk_without_waiting_for_it(tmp_path, monkeypatch):
@@ -231,8 +187,14 @@ def test_a_backend_sees_every_row_in_order_and_the_exit_code(tmp_path, monkeypat
     log_steps(tracking, range(1, 51))
     tracking.rewind(40)
     tracking.finish(75)
-    logs = [("log", {"train/loss": 1 + step / 100}, step) for step in range(1, 51)]
-    assert fake.calls == [("open",), *logs, ("rewind", 40), ("close", 75)]
+    names = [name for name, *_ in fake.mock_calls]
+    assert names == ["open", *["log"] * 50, "rewind", "close"]
+    rows = [called.args[0] for called in fake.log.mock_calls]
+    assert [(row.step, row.data["train/loss"]) for row in rows] == [
+        (step, 1 + step / 100) for step in range(1, 51)
+    ]
+    fake.rewind.assert_called_once_with(40)
+    fake.close.assert_called_once_with(75)
 
 
 def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(tmp_path, monkeypatch):
@@ -250,31 +212,63 @@ def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(tmp_pat
     assert FakeContinued.sent[-1][1] > 3 and run_file(tmp_path)["last_sent"] == {"fake": 8}
 
 
+def test_a_row_whose_loss_is_not_finite_is_named_and_spoils_no_average(tmp_path):
+    tracking = track(tmp_path)
+    ids = range(6)
+    for step, spoiled in ((1, 0.0), (2, math.nan), (3, 0.0)):
+        sums = np.array([9.0, 5.0, 4.0, 3.0, 2.0, 1.0 + spoiled])
+        tracking.log_rows(step, SampleLosses(ids, np.ones(6), sums), lambda row: f"line {row}")
+    tracking.finish(0)
+    rows, hardest = read_hard_rows(tmp_path / "row_losses.jsonl", limit=2)
+    assert [(row.place, row.excess) for row in rows] == [("line 0", 5.0), ("line 1", 1.0)]
+    assert [hardest[step][0][0] for step in (1, 2)] == ["line 0", "line 5"]
+
+
+def test_trackers_that_record_at_the_same_time_keep_each_others_ids(tmp_path):
+    file = RunFile(tmp_path / "run.json")
+    names = {f"tracker{number}" for number in range(4)}
+    threads = [threading.Thread(target=file.set_tracker, args=(name, "id", 1)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert run_file(tmp_path)["run_ids"].keys() == names
+
+
+def test_a_row_that_a_failed_attempt_did_not_reach_is_sent_by_the_next(tmp_path, monkeypatch):
+    """The first attempt fails in the validation of step 4, whose training row was sent."""
+    monkeypatch.setitem(facade.BACKENDS, "fake", FakeContinued)
+    FakeContinued.sent = []
+    first = track(tmp_path, "fake")
+    log_steps(first, range(1, 5))
+    first.finish(1)
+    second = track(tmp_path, "fake")
+    log_steps(second, range(3, 5))
+    second.log({"val/loss": 1.0}, 4)
+    log_steps(second, range(5, 6))
+    second.finish(0)
+    assert [step for step, _ in FakeContinued.sent] == [1, 2, 3, 4, 4, 5]
+
+
 @pytest.mark.parametrize("call", ["open", "log", "close"])
 def test_a_backend_that_raises_is_dropped_with_one_warning(tmp_path, monkeypatch, caplog, call):
-    broken = install(monkeypatch, "broken", {call: boom})
+    """The warning promises neither rows on disk, which may be full too, nor training after the
+    end.
+    """
+    broken = install(monkeypatch, "broken", is_inline=True)
+    getattr(broken, call).side_effect = RuntimeError("boom")
     healthy = install(monkeypatch, "healthy")
     tracking = track(tmp_path, "broken", "healthy")
     log_steps(tracking, range(1, 6))
     tracking.finish(0)
-    assert caplog.text.count(f"'broken' dropped: {call}() raised RuntimeError: boom") == 1
-    assert [called[0] for called in broken.calls].count(call) == 1
-    assert healthy.calls[-1] == ("close", 0) and len(healthy.calls) == 7
-    assert len(losses(tmp_path)) == 5
-
-
-@pytest.mark.parametrize("call", ["open", "log", "close"])
-def test_a_dropped_backend_proves_neither_rows_on_disk_nor_training(
-    tmp_path, monkeypatch, caplog, call
-):
-    """A full disk stops `metrics.jsonl` too, and a backend that is closed is closed at the end."""
-    install(monkeypatch, "broken", {call: boom}, is_inline=True)
-    tracking = track(tmp_path, "broken")
-    log_steps(tracking, range(1, 3))
-    tracking.finish(0)
-    (text,) = [found.getMessage() for found in caplog.records if "dropped" in found.getMessage()]
-    assert "every row" not in text and "metrics.jsonl does not depend on it" in text
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith(f"tracker 'broken' dropped: {call}() raised RuntimeError: boom")
+    assert "metrics.jsonl does not depend on it" in text
     assert ("training continues" in text) is (call != "close")
+    assert getattr(broken, call).call_count == 1
+    assert healthy.log.call_count == 5 and healthy.close.call_count == 1
+    assert len(losses(tmp_path)) == 5
 
 
 @pytest.mark.parametrize("call", ["open", "log", "close"])
@@ -282,7 +276,8 @@ def test_backends_that_hang_delay_neither_steps_nor_the_end(tmp_path, monkeypatc
     release = threading.Event()
     names = [f"hung{number}" for number in range(4)]
     for name in names:
-        install(monkeypatch, name, {call: release.wait}, close_timeout_s=1.0)
+        hung = install(monkeypatch, name, close_timeout_s=1.0)
+        getattr(hung, call).side_effect = lambda *_: release.wait()
     tracking = track(tmp_path, *names)
     begin = time.monotonic()
     log_steps(tracking, range(1, 101))
@@ -314,10 +309,18 @@ def test_an_event_is_a_strict_line_and_an_error_is_an_alert(tmp_path, monkeypatc
     tracking.finish(76)
     lines = raw_lines(tmp_path, "events.jsonl")
     assert [line["kind"] for line in lines] == ["start", "spike", "dead", "end"]
-    columns = {"attempt": 1, "step": 1, "kind": "spike", "level": "warn"}
-    fields = {"message": "loss 9 times its level", "z": "nan", "ids": [1, 2]}
-    assert lines[1] == columns | fields | {"ts": lines[1]["ts"]}
-    assert [call[1] for call in fake.calls if call[0] == "alert"] == ["no gradient"]
+    del lines[1]["ts"]
+    assert lines[1] == {
+        "attempt": 1,
+        "step": 1,
+        "kind": "spike",
+        "level": "warn",
+        "message": "loss 9 times its level",
+        "z": "nan",
+        "ids": [1, 2],
+    }
+    ((alert,),) = (called.args for called in fake.alert.mock_calls)
+    assert alert.message == "no gradient"
 
 
 @pytest.mark.covers("S3.3 S3.7")
@@ -341,14 +344,10 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
     log_steps(track(tmp_path / "run"), range(1, 3))
     with pytest.raises(ConfigError, match="holds the run 'experiment' of project 'project', not"):
         Tracking("project", "other", [], {}, run_dir=tmp_path / "run")
-    trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    holder = {"pid": trainer.pid, "host": socket.gethostname()}
+    holder = {"pid": os.getppid(), "host": socket.gethostname()}
     (tmp_path / "run/.train.lock").write_text(json.dumps(holder))
-    try:
-        with pytest.raises(ConfigError, match=f"pid {trainer.pid} is training in"):
-            track(tmp_path / "run")
-    finally:
-        trainer.communicate()
+    with pytest.raises(ConfigError, match=f"pid {os.getppid()} is training in"):
+        track(tmp_path / "run")
     (tmp_path / "run/.train.lock").write_text(json.dumps(holder | {"pid": os.getpid()}))
     assert track(tmp_path / "run").attempt == 2, "the process itself"
 

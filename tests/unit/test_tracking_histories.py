@@ -70,46 +70,30 @@ def test_one_row_per_epoch_from_one_without_any_setting(tmp_path, summaries, who
     assert whole[0].splitlines()[0] == header
     training = rows(tmp_path / "whole", "training")
     columns = ("epoch", "steps", "last_step", "tokens")
-    assert [tuple(row[name] for name in columns) for row in training] == [
-        ("1", "4", "4", "200"),
-        ("2", "4", "8", "520"),
-        ("3", "4", "12", "840"),
-    ]
+    shown = [" ".join(row[name] for name in columns) for row in training]
+    assert shown == ["1 4 4 200", "2 4 8 520", "3 4 12 840"]
     losses = {step: random.Random(SEED + step).random() for step in range(1, 5)}
     expected = sum(10 * step * loss for step, loss in losses.items()) / 100
     assert float(training[0]["loss"]) == pytest.approx(expected, rel=1e-12), "mean over tokens"
     assert [line.split(" | ")[0] for line in summaries] == ["epoch 1", "epoch 2", "epoch 3"]
     assert whole[1].splitlines()[0] == "epoch,loss,step,samples,seconds"
     validation = rows(tmp_path / "whole", "validation")
-    assert [(row["epoch"], row["step"]) for row in validation] == [
-        ("1", "4"),
-        ("2", "8"),
-        ("3", "12"),
-    ]
+    assert [f"{row['epoch']} {row['step']}" for row in validation] == ["1 4", "2 8", "3 12"]
 
 
 @pytest.mark.covers("S1.10 S3.29")
-def test_restarts_leave_no_trace(tmp_path, whole):
-    for first, last in [(1, 3), (3, 6), (5, 9), (9, 12), (2, 12)]:
+def test_restarts_and_rollbacks_leave_no_trace(tmp_path, whole):
+    for first, last, target in [(1, 3, 0), (3, 6, 2), (5, 9, 4), (9, 12, 6), (2, 12, 11)]:
         tracking = track(tmp_path / "pieces")
         for step in range(first, last + 1):
+            log_step(tracking, step, spoiled=5.0 if step > target else 0.0)
+        tracking.rewind(target)
+        for step in range(target + 1, last + 1):
             log_step(tracking, step)
         tracking.finish(EXIT_DONE if last == STEPS else EXIT_RESUMABLE)
         steps = [int(row["last_step"]) for row in rows(tmp_path / "pieces", "training")]
         assert steps[-1] == last, "an epoch under way shows what there is of it"
     assert histories(tmp_path / "pieces") == whole
-
-
-@pytest.mark.parametrize("target", [0, 2, 6])
-def test_a_rollback_leaves_no_trace(tmp_path, whole, target):
-    tracking = track(tmp_path / "rolled")
-    for step in range(1, 8):
-        log_step(tracking, step, spoiled=5.0 if step > target else 0.0)
-    tracking.rewind(target)
-    for step in range(target + 1, STEPS + 1):
-        log_step(tracking, step)
-    tracking.finish(EXIT_DONE)
-    assert histories(tmp_path / "rolled") == whole
 
 
 @pytest.mark.covers("S1.4 S1.7")

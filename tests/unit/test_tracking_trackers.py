@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import wandb_files
-from killed_run import STEPS, train_row, val_row
+from killed_run import STEPS, log_steps, train_row, val_row
 from sweeps import short_or_full
 from tensorboard.summary.writer import event_file_writer
 
@@ -33,7 +33,7 @@ Series = dict[str, list[tuple[int, float]]]
 REPOSITORY = Path(__file__).resolve().parents[2]
 HISTORIES = ("training_history.csv", "validation_history.csv")
 KILLS = ((1, 6), (5, 9), (7, 11))
-"""First and last step of the attempts that are killed; the last one continues from step 9."""
+"""First and last step of the attempts that are killed; the last one continues from step 6."""
 CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["wandb"]}}
 
 
@@ -159,29 +159,22 @@ def run_piece(run_dir: Path, backend: str, first_step: int, kill_step: int) -> i
 
 
 def track(run_dir: Path, *backends: str) -> Tracking:
-    # wandb names its offline directories by the second
-    time.sleep(1.0 if "wandb" in backends else 0.0)
+    if (run_dir / "wandb").exists():
+        time.sleep(1.0)  # wandb names its offline directories by the second
     return Tracking("project", "killed", backends, CONFIG, run_dir=run_dir, total_steps=STEPS)
-
-
-def log_steps(tracking: Tracking, steps: range, *, shift: float = 0.0) -> None:
-    for step in steps:
-        tracking.log({key: value + shift for key, value in train_row(step).items()}, step)
-        if step % 2 == 0:
-            tracking.log({key: value + shift for key, value in val_row(step).items()}, step)
 
 
 @by_tracker
 @pytest.mark.covers("S0.1 S1.5 S3.1 S3.2 S3.29 S3.58")
 def test_kills_leave_one_continuous_run(tmp_path, backend):
-    for first_step, kill_step in short_or_full(KILLS[:2], full=KILLS):
+    for first_step, kill_step in short_or_full(((1, 9),), full=KILLS):
         assert run_piece(tmp_path, backend, first_step, kill_step) == -signal.SIGKILL
         if backend == "mlflow":
             assert mlflow_run(tmp_path)[1].info.status == "RUNNING"
         if backend == "wandb":
             assert not wandb_records(tmp_path, "exit")
             time.sleep(1.0)
-    assert run_piece(tmp_path, backend, 10, -1) == EXIT_DONE
+    assert run_piece(tmp_path, backend, 7, -1) == EXIT_DONE
     found = READERS[backend](tmp_path)
     if backend != "tensorboard":
         found = {key: sorted(set(points)) for key, points in found.items()}
@@ -222,24 +215,17 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path, backend):
 
 
 @by_tracker
-@pytest.mark.parametrize("is_moved", [True, False], ids=["restored", "resumed"])
-def test_a_run_restored_without_a_trackers_files_sends_every_step_again(
-    tmp_path, backend, is_moved, monkeypatch, caplog
-):
+def test_a_run_restored_without_a_trackers_files_sends_every_step_again(tmp_path, backend, caplog):
     """A mirror restores `run.json` and `metrics.jsonl`, and no file of a tracker."""
-    caplog.set_level(logging.INFO, "trainer.tracking")
     first = track(tmp_path / "run", backend)
     log_steps(first, range(1, 7))
     first.finish(75)
-    run_dir = tmp_path / "run"
-    if is_moved:
-        run_dir = tmp_path / "restored"
-        run_dir.mkdir()
-        for name in ("run.json", "metrics.jsonl"):
-            shutil.copy(tmp_path / "run" / name, run_dir)
-        if backend == "trackio":
-            forget_trackio_runs()
-    caplog.clear()
+    run_dir = tmp_path / "restored"
+    run_dir.mkdir()
+    for name in ("run.json", "metrics.jsonl"):
+        shutil.copy(tmp_path / "run" / name, run_dir)
+    if backend == "trackio":
+        forget_trackio_runs()
     last = track(run_dir, backend)
     log_steps(last, range(5, STEPS + 1))
     last.finish(0)
@@ -247,7 +233,7 @@ def test_a_run_restored_without_a_trackers_files_sends_every_step_again(
     if backend in ("wandb", "trackio"):
         ids = [run_file(path)["run_ids"][backend] for path in (tmp_path / "run", run_dir)]
         assert ids[0] == ids[1]
-        assert ("this attempt sends every earlier step again" in caplog.text) is is_moved
+        assert "this attempt sends every earlier step again" in caplog.text
 
 
 @pytest.mark.covers("S1.9 S3.14")
@@ -281,6 +267,17 @@ def test_wandb_without_key_is_dropped_and_never_asks(tmp_path, monkeypatch, capl
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
+def test_a_disabled_wandb_is_not_reported_as_empty_at_a_resume(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    caplog.set_level(logging.INFO, "trainer.tracking")
+    for steps in (range(1, 3), range(3, 5)):
+        tracking = track(tmp_path, "wandb")
+        log_steps(tracking, steps)
+        tracking.finish(75)
+    assert [found for found in caplog.records if found.levelno > logging.INFO] == []
+    assert "wandb disabled" in caplog.text and "None" not in caplog.text
+
+
 @pytest.mark.covers("S1.5 S1.45")
 def test_the_start_names_the_places_of_the_logs_once(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "trainer.tracking.facade")
@@ -295,12 +292,12 @@ def test_the_start_names_the_places_of_the_logs_once(tmp_path, monkeypatch, capl
     assert "http://host.invalid/mlflow" in text and "secret" not in text
 
 
-def test_the_console_shows_few_steps_and_every_validation(tmp_path, capsys):
+def test_the_console_shows_few_steps_every_skipped_one_and_every_validation(tmp_path, capsys):
     tracking = Tracking(
         "own", "few", "console", CONFIG, run_dir=tmp_path, total_steps=12, log_every=5
     )
     for step in range(2, 13):
-        tracking.log({"train/loss": 2.0, "optim/skipped_steps": float(step == 7)}, step)
+        tracking.log({"train/loss": 2.0, "optim/skipped_steps": float(step >= 7)}, step)
     tracking.log({"val/loss": 1.0}, step=11)
     tracking.finish(0)
     lines = [line.split(" ")[2] for line in capsys.readouterr().out.splitlines()]

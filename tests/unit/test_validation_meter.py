@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from toy import OneSource
+from toy import ToySamples
 
 from trainer.data.batch import LossOutput
 from trainer.data.batch_plan import Limits, RankPlan
@@ -15,18 +15,8 @@ from trainer.data.loader import build_step
 from trainer.runtime.distributed import World
 from trainer.train.validation import Validation
 
-
-class Samples(OneSource):
-    def __init__(self) -> None:
-        generator = np.random.default_rng(11)
-        self.lengths = generator.integers(2, 40, 30)
-        self._masks = [generator.random(length) < 0.5 for length in self.lengths]
-        for mask in self._masks:
-            mask[-1] = True
-        self.num_loss_tokens = np.array([int(mask[1:].sum()) for mask in self._masks])
-
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.arange(self.lengths[index], dtype=np.int32), self._masks[index]
+NUM_SAMPLES = 30
+SEED = 11
 
 
 def loss_of(batch: Any) -> torch.Tensor:
@@ -39,16 +29,14 @@ def loss_of(batch: Any) -> torch.Tensor:
 
 
 def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str, float]:
-    samples = Samples()
+    samples = ToySamples(NUM_SAMPLES, SEED)
     validation = Validation(world, length_facts={"seq_total_len_mean": 20.0})
     share = world.sequence_rank, world.sequence_size
     plan = RankPlan(
         world.data_rank, world.num_data_ranks, Limits(max_tokens, None), 0.0, share=share
     )
-    for start in range(0, 30, batch_size):
-        batch = build_step(
-            samples, np.arange(start, min(30, start + batch_size)), plan, step=0, epoch=0
-        )
+    for ids in np.array_split(np.arange(NUM_SAMPLES), NUM_SAMPLES // batch_size):
+        batch = build_step(samples, ids, plan, step=0, epoch=0)
         for micro_batch in batch.micro_batches:
             losses = loss_of(micro_batch)
             validation.add(micro_batch, LossOutput(losses.sum(), losses, losses > 2.505))
@@ -58,23 +46,21 @@ def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str
 
 @pytest.mark.covers("S0.5 S0.8 S0.25 S3.11")
 def test_a_validation_is_the_same_however_it_is_packed_and_dealt():
-    samples = Samples()
-    per_document = []
-    all_losses = []
-    for index in range(30):
-        losses = 1.0 + 0.1 * index + 0.01 * np.flatnonzero(samples.sample(index)[1][1:])
-        per_document.append((losses.sum(), len(losses)))
-        all_losses += losses.tolist()
-    mean = float(np.mean(all_losses))
-    stderr = math.sqrt(sum((total - mean * count) ** 2 for total, count in per_document)) / len(
-        all_losses
-    )
+    samples = ToySamples(NUM_SAMPLES, SEED)
+    losses_by_sample = [
+        1.0 + 0.1 * index + 0.01 * np.flatnonzero(samples.sample(index)[1][1:])
+        for index in range(NUM_SAMPLES)
+    ]
+    losses = np.concatenate(losses_by_sample)
+    mean = losses.mean()
+    residuals = [(own - mean).sum() for own in losses_by_sample]
     rows = [*run_ranks(validated, 1, 30, None), *run_ranks(validated, 2, 7, 60)]
     rows += run_ranks(validated, 2, 7, 60, sequence_size=2)
     for row in rows:
         assert row["val/loss"] == pytest.approx(mean, rel=1e-6)
+        stderr = math.hypot(*residuals) / len(losses)
         assert row["val/loss_stderr"] == pytest.approx(stderr, rel=1e-4), "float32 losses"
-        assert row["val/token_accuracy"] == np.mean(np.array(all_losses) > 2.505)
-        assert row["val/gap"] == pytest.approx(mean - 1.0) and row["val/samples"] == 30
+        assert row["val/token_accuracy"] == np.mean(losses > 2.505)
+        assert row["val/gap"] == pytest.approx(mean - 1.0) and row["val/samples"] == NUM_SAMPLES
         assert row["val/seq_total_len_mean"] == 20.0
         assert row["time/eval/total_s"] >= row["time/eval/step_s"] > 0

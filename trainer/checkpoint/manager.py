@@ -21,6 +21,7 @@ from trainer.checkpoint.requests import SaveRequests
 from trainer.checkpoint.save import SaveFailedError, Saver, UnresolvedSaveError
 from trainer.checkpoint.snapshot import HostBuffers, Snapshot
 from trainer.checkpoint.state import State, load_state, rank_state, require_resumable
+from trainer.data.loader import TrainLoader
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.runtime.processes import begun
 from trainer.runtime.progress import History, Position, Rollbacks
@@ -246,7 +247,7 @@ class CheckpointManager:
         self._committed_step = checkpoint.step
 
     def decide_rollback(
-        self, *, onset: int, step: int, last_step: int, history: History, reason: str
+        self, batches: TrainLoader, *, onset: int, history: History, reason: str
     ) -> tuple[CheckpointInfo, Rollbacks] | None:
         """Return the newest good checkpoint well before step `onset`, and all rollbacks of the run.
 
@@ -257,7 +258,11 @@ class CheckpointManager:
         now = self._saver.fingerprints
         for info in self._on_main(
             lambda: rollback.candidates(
-                self.run_dir, onset=onset, history=history, fingerprints=now
+                self.run_dir,
+                onset=onset,
+                history=history,
+                fingerprints=now,
+                leads_here=batches.follows,
             )
         ):
             if not start.verify(info, self._world):
@@ -274,7 +279,12 @@ class CheckpointManager:
         def decide() -> Rollbacks:
             self._saver.require_lock()
             return rollback.decide(
-                self.run_dir, info, onset=onset, found_step=step, last_step=last_step, reason=reason
+                self.run_dir,
+                info,
+                onset=onset,
+                found_step=batches.step,
+                last_step=batches.last_step,
+                reason=reason,
             )
 
         return info, self._on_main(decide)

@@ -7,13 +7,13 @@ the newer checkpoints aside. The steps in the file are skipped permanently.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.layout import CheckpointInfo
 from trainer.config import ConfigError
-from trainer.runtime.progress import History, Rollback, Rollbacks
+from trainer.runtime.progress import History, Position, Rollback, Rollbacks
 
 FILE = "rollbacks.json"
 STEPS_BEFORE_ONSET = 16
@@ -65,11 +65,17 @@ def take_over(run_dir: Path, checkpoint: CheckpointInfo | None) -> Rollbacks:
 
 
 def candidates(
-    run_dir: Path, *, onset: int, history: History, fingerprints: Mapping[str, str]
+    run_dir: Path,
+    *,
+    onset: int,
+    history: History,
+    fingerprints: Mapping[str, str],
+    leads_here: Callable[[Position], bool],
 ) -> list[CheckpointInfo]:
     """Return committed checkpoints well before `onset` that no earlier trouble affects, newest first.
 
-    Only checkpoints after which the steps train the same batches count.
+    Only checkpoints after which the steps train the same batches count. `leads_here` returns False
+    for a position from before steps of another batch size, whose fingerprints may be equal.
     """
     latest = onset - STEPS_BEFORE_ONSET
     trouble = [
@@ -81,6 +87,7 @@ def candidates(
         if info.step <= latest
         and not any(first <= info.step <= last for first, last in trouble)
         and has_same_batches(info, fingerprints)
+        and leads_here(info.manifest.position)
     ]
 
 

@@ -198,6 +198,14 @@ class TrainLoader:
     def position(self) -> Position:
         return self.schedule.position(self.step)
 
+    def follows(self, earlier: Position) -> bool:
+        """Return True if the steps after an earlier position lead to the present one.
+
+        They do not if the batch size was different for some of them.
+        """
+        schedule = dataclasses.replace(self.schedule, start=earlier)
+        return schedule.position(self.step) == self.position
+
     def state_dict(self) -> dict[str, Any]:
         """Return the content of `data.pt`: the position, the values that it depends on, and
         torchdata's state. Nothing in it depends on the number of ranks.

@@ -65,8 +65,8 @@ class ContinuedBackend(Backend):
     """A tracker whose run continues across kills, restarts and rollbacks.
 
     It first receives the rows of earlier attempts that it lacks, then the rows of this attempt. A
-    killed attempt has sent steps that come after its last checkpoint. The next attempt repeats
-    these steps, and they are not sent again. Trackers hold rows for a moment before they write
+    killed attempt has sent rows of steps that come after its last checkpoint. The next attempt
+    repeats these steps, and the same rows are not sent again. Trackers hold rows for a moment before they write
     them. Therefore `run.json` records a step as sent only `RECORD_INTERVAL_S` after it was sent, so
     that a kill loses no row.
     """
@@ -74,8 +74,8 @@ class ContinuedBackend(Backend):
     _run_id: str
     _is_empty = False
     """True if `connect` finds no row in the run that it continues."""
-    _sent_before: int
-    """The last step that earlier attempts sent."""
+    _repeated: set[tuple[int, str]]
+    """Step and kind of the rows that earlier attempts sent and this attempt repeats."""
     _newest: int
     """The newest step sent."""
     _handed_over: int
@@ -117,12 +117,12 @@ class ContinuedBackend(Backend):
         for row in self.info.earlier_rows():
             if row.step > sent:
                 self.send(row)
-        self._sent_before = sent
+        self._repeated = self.info.repeated_rows(sent)
         self._newest = self._handed_over = max(sent, resume_step)
 
     def log(self, row: MetricsRow) -> None:
-        """Send a row, unless it repeats a step that an earlier attempt sent."""
-        if self.info.resume_step < row.step <= self._sent_before:
+        """Send a row, unless it repeats one that an earlier attempt sent."""
+        if (row.step, row.kind) in self._repeated:
             return
         self.send(row)
         self._newest = max(self._newest, row.step)
@@ -132,7 +132,7 @@ class ContinuedBackend(Backend):
 
     def rewind(self, step: int) -> None:
         self.take_back(step)
-        self._sent_before = min(self._sent_before, step)
+        self._repeated = {place for place in self._repeated if place[0] <= step}
         self._newest = self._handed_over = min(self._newest, step)
         self._record(self._newest)
 
@@ -154,12 +154,12 @@ class Sink:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.is_dropped = False
+        self._is_open = False
+        """True from `open` until the backend is dropped."""
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(CAPACITY)
         self._thread = threading.Thread(
             target=self._work, name=f"tracking-{backend.name}", daemon=True
         )
-        self._is_open = False
         self._call_name = ""
         self._deadline_s = 0.0
         """The time at which the backend must have closed; 0 while the run trains."""
@@ -172,7 +172,7 @@ class Sink:
 
     def send(self, call: str, *args: Any) -> None:
         """Pass a call on to the backend if it is open. Never raises."""
-        if not self._is_open or self.is_dropped:
+        if not self._is_open:
             return
         if self.backend.is_inline:
             self._call(call, *args)
@@ -188,7 +188,7 @@ class Sink:
         self.send("close", exit_code)
 
     def wait(self) -> None:
-        if self._thread.ident is None or self.is_dropped:
+        if self.backend.is_inline or not self._is_open:
             return
         self._thread.join(max(0.0, self._deadline_s - time.monotonic()))
         if self._thread.is_alive():
@@ -197,7 +197,7 @@ class Sink:
 
     def _work(self) -> None:
         call = ""
-        while call != "close" and not self.is_dropped:
+        while call != "close" and self._is_open:
             call, args = self._queue.get()
             self._call(call, *args)
 
@@ -210,9 +210,9 @@ class Sink:
             self._drop(f"{call}() raised {type(error).__name__}: {reason}")
 
     def _drop(self, cause: str) -> None:
-        if self.is_dropped:
+        if not self._is_open:
             return
-        self.is_dropped = True
+        self._is_open = False
         logger.warning(
             "tracker '%s' dropped: %s; %smetrics.jsonl does not depend on it",
             self.backend.name,

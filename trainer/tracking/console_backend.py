@@ -25,6 +25,7 @@ class ConsoleBackend(Backend):
     is_inline = True
     _progress: Progress | None = None
     _has_shown_step = False
+    _num_skipped = 0.0
 
     def open(self) -> None:
         if not sys.stdout.isatty():
@@ -58,7 +59,9 @@ class ConsoleBackend(Backend):
         parts += [f"{key} {value:.4g}" for key, value in row.data.items() if not metrics.find(key)]
         if not parts:
             return
-        num_skipped = row.data.get("optim/skipped_steps")
+        num_skipped = row.data.get("optim/skipped_steps", 0.0)
+        is_skipped = num_skipped > self._num_skipped
+        self._num_skipped = max(self._num_skipped, num_skipped)
         if num_skipped:
             parts.append(f"skipped {num_skipped:g}")
         total_steps = self.info.total_steps
@@ -71,7 +74,7 @@ class ConsoleBackend(Backend):
         elif is_step:
             (task,) = self._progress.task_ids
             self._progress.update(task, completed=row.step, description=line, refresh=True)
-        if not is_step or num_skipped or self._is_due(row.step):
+        if not is_step or is_skipped or self._is_due(row.step):
             print(line, flush=True)
 
     def _is_due(self, step: int) -> bool:

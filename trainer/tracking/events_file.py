@@ -15,7 +15,6 @@ from typing import Any
 from trainer.runtime.json_lines import AppendFile, JsonLines, strict
 
 FILE_NAME = "events.jsonl"
-LEVELS = ("info", "warn", "error")
 COLUMNS = frozenset({"ts", "attempt", "step", "kind", "level", "message"})
 
 

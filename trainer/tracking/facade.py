@@ -76,8 +76,7 @@ class Tracking:
     ) -> None:
         """Check the run directory, open this run's own files and start one queue for each backend."""
         config = config or {}
-        own = flat(config)
-        local_dir = own.get("trainer.default_local_dir") or own.get("default_local_dir")
+        local_dir = flat(config).get("trainer.default_local_dir")
         run_dir = Path(run_dir or local_dir or Path("checkpoints", project_name, experiment_name))
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         # import in the caller's thread, because imports from two threads can clash

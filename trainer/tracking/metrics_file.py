@@ -138,22 +138,20 @@ def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[Metr
         yield MetricsRow(content["step"], content["kind"], content.get("ts", 0.0), data)
 
 
+def read_places(path: Path, *, before_attempt: int) -> Iterator[tuple[int, str]]:
+    """Yield (step, kind) of every row of earlier attempts, also of rows that no longer count."""
+    return ((step, kind) for step, attempt, kind, _ in _columns(path) if attempt < before_attempt)
+
+
 def read_past(path: Path) -> Past:
-    """Sum up the earlier attempts. Only the beginning of each line is parsed, so a million rows
-    take about a second. Raises `OSError`.
-    """
+    """Sum up the earlier attempts. Raises `OSError`."""
     first_ts: dict[int, float] = {}
     last_ts: dict[int, float] = {}
     last_step = 0
-    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
-        for match in filter(None, map(_COLUMNS.match, file)):
-            step = int(match[1])
-            attempt = int(match[2])
-            ts = float(match[4])
-            kind = match[3].decode()
-            first_ts.setdefault(attempt, ts)
-            last_ts[attempt] = ts
-            last_step = step if kind in MARKERS else max(last_step, step)
+    for step, attempt, kind, ts in _columns(path):
+        first_ts.setdefault(attempt, ts)
+        last_ts[attempt] = ts
+        last_step = step if kind in MARKERS else max(last_step, step)
     return Past(
         num_attempts=max(first_ts, default=0),
         duration_s=sum(last_ts.values()) - sum(first_ts.values()),
@@ -161,19 +159,26 @@ def read_past(path: Path) -> Past:
     )
 
 
+def _columns(path: Path) -> Iterator[tuple[int, int, str, float]]:
+    """Yield (step, attempt, kind, ts) of every line. Only the beginning of each line is parsed, so a
+    million rows take about a second.
+    """
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
+        for match in filter(None, map(_COLUMNS.match, file)):
+            step, attempt, kind, ts = match.groups()
+            yield int(step), int(attempt), kind.decode(), float(ts)
+
+
 def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the rows of `read_metrics`. Only their offsets in the file are kept in memory."""
     places: dict[tuple[int, str], list[int]] = {}
     for offset, content in JsonLines(path):
-        step = content.get("step")
-        kind = content.get("kind")
-        if not (isinstance(step, int) and isinstance(kind, str)):
-            continue
-        if not isinstance(content.get("attempt"), int):
+        step, kind, attempt = (content.get(name) for name in ("step", "kind", "attempt"))
+        if not (isinstance(step, int) and isinstance(kind, str) and isinstance(attempt, int)):
             continue
         if kind in MARKERS:
             places = {place: offsets for place, offsets in places.items() if place[0] <= step}
-        elif before_attempt is None or content["attempt"] < before_attempt:
+        elif before_attempt is None or attempt < before_attempt:
             places.setdefault((step, kind), []).append(offset)
     with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         for place in sorted(places):

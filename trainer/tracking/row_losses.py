@@ -42,15 +42,17 @@ class SampleLosses:
         return result
 
     def hardest(self) -> dict[int, float]:
-        """Return id -> mean loss for the `NUM_PLACES` samples with the highest mean loss."""
+        """Return id -> mean loss for the `NUM_PLACES` samples with the highest mean loss. NaN counts
+        as the highest.
+        """
         means = self.means
-        order = np.argsort(-means, kind="stable")[:NUM_PLACES]
+        order = np.argsort(-np.nan_to_num(means, nan=np.inf), kind="stable")[:NUM_PLACES]
         return {self.ids[index]: float(means[index]) for index in order}
 
 
 @dataclass(frozen=True)
 class HardRow:
-    """A sample over all steps in which it was trained.
+    """A sample over all steps in which it was trained and its batch had a finite loss.
 
     `excess` is the average over these steps of its mean loss minus that of its batch.
     """
@@ -128,12 +130,16 @@ def read_hard_rows(
         return places.get(sample_id, f"sample {sample_id}")
 
     for step, losses in steps.items():
+        hardest[step] = [(place_of(one), mean) for one, mean in losses.hardest().items()]
         usual = losses.loss_sums.sum() / max(1, losses.tokens.sum())
+        if not np.isfinite(usual):  # no sample can be compared with its batch
+            continue
         for sample_id, mean in zip(losses.ids, losses.means.tolist(), strict=True):
             excesses[sample_id].append(mean - usual)
             last[sample_id] = mean
-        hardest[step] = [(place_of(one), mean) for one, mean in losses.hardest().items()]
-    average = {sample_id: float(np.mean(found)) for sample_id, found in excesses.items()}
-    worst = sorted(average, key=lambda sample_id: (-average[sample_id], sample_id))[:limit]
-    rows = [HardRow(place_of(one), average[one], last[one], len(excesses[one])) for one in worst]
-    return rows, hardest
+    rows = [
+        HardRow(place_of(one), float(np.mean(found)), last[one], len(found))
+        for one, found in sorted(excesses.items())
+    ]
+    rows.sort(key=lambda row: row.excess, reverse=True)
+    return rows[:limit], hardest

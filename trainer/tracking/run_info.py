@@ -31,7 +31,7 @@ class RunFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._content = read_run_file(path)
 
     def require(self, project_name: str, experiment_name: str) -> None:
@@ -54,10 +54,11 @@ class RunFile:
         return run_id, last_step
 
     def set_tracker(self, name: str, run_id: str, last_step: int) -> None:
-        self.update(
-            run_ids=self._entries("run_ids") | {name: run_id},
-            last_sent=self._entries("last_sent") | {name: last_step},
-        )
+        with self._lock:  # other trackers write their entries at the same time
+            self.update(
+                run_ids=self._entries("run_ids") | {name: run_id},
+                last_sent=self._entries("last_sent") | {name: last_step},
+            )
 
     def update(self, **content: Any) -> None:
         """Replace entries. Values that JSON cannot express are stored as text."""
@@ -129,3 +130,12 @@ class RunInfo:
     def earlier_rows(self) -> Iterator[MetricsRow]:
         """Yield the rows of earlier attempts up to the step from which this attempt resumed."""
         return metrics_file.read_rows(self.metrics_path, before_attempt=self.attempt)
+
+    def repeated_rows(self, last_step: int) -> set[tuple[int, str]]:
+        """Return (step, kind) of the rows up to `last_step` that earlier attempts logged and this
+        attempt logs again.
+        """
+        if last_step <= self.resume_step:
+            return set()
+        places = metrics_file.read_places(self.metrics_path, before_attempt=self.attempt)
+        return {place for place in places if self.resume_step < place[0] <= last_step}

@@ -44,9 +44,12 @@ class WandbBackend(ContinuedBackend):
     _next_row = 0
 
     def where(self) -> str:
-        if os.environ.get("WANDB_MODE") in ("offline", "dryrun"):
+        mode = os.environ.get("WANDB_MODE")
+        if mode in ("offline", "dryrun"):
             run_dir = self.info.run_dir
             return f"wandb offline, to upload: wandb sync {run_dir}/wandb/offline-run-*"
+        if mode == "disabled":
+            return "wandb disabled by WANDB_MODE"
         return f"wandb project {self._project}, its address follows"
 
     def connect(self, run_id: str | None) -> str:
@@ -74,17 +77,18 @@ class WandbBackend(ContinuedBackend):
                 finish_timeout=FINISH_TIMEOUT_S,
             ),
         )
-        # A mirror does not restore wandb's files, and an offline attempt cannot ask the server.
-        self._is_empty = not (has_files or self._run.step)
+        # A mirror does not restore wandb's files, and an offline attempt cannot ask the server. A
+        # disabled wandb never has rows.
+        self._is_empty = not (has_files or self._run.step or self._run.disabled)
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
+        self._next_row = self._run.step
         if self._run.offline:
             # All attempts are uploaded one after the other as one run, whose own step must rise. An
             # offline attempt does not know how many rows earlier attempts logged.
             self._next_row = (self.info.attempt - 1) * ROWS_PER_ATTEMPT
-        else:
+        elif not self._run.disabled:
             logger.info("wandb: %s", self._run.url)
-            self._next_row = self._run.step
         return run_id
 
     @property

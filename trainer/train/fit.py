@@ -33,7 +33,6 @@ def fit(run: Run) -> int:
 
 def _train(run: Run) -> int | None:
     """Run steps until the run ends, and return its exit code; None after a rollback."""
-    run.meter.clock.begin()
     if (exit_code := _settle_debts(run)) is not None:
         return exit_code
     run.heartbeat.enter("train", limit_s=run.hang_timeout_s)
@@ -119,13 +118,8 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     Collective.
     """
     run.heartbeat.enter("rollback", limit_s=SAVE_TIMEOUT_S + run.hang_timeout_s)
-    step = run.batches.step
     found = run.checkpoints.decide_rollback(
-        onset=onset,
-        step=step,
-        last_step=run.batches.last_step,
-        history=run.guard.history,
-        reason=reason,
+        run.batches, onset=onset, history=run.guard.history, reason=reason
     )
     if found is None:
         return False

@@ -68,10 +68,8 @@ def facts_of(inputs: Inputs, *, progress: Progress) -> dict[str, str]:
 
 
 def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()[:DIGITS]
+    digests = b"".join(hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(digests).hexdigest()[:DIGITS]
 
 
 def require_model_unchanged(files: ModelFiles) -> None:
