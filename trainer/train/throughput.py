@@ -4,34 +4,28 @@ import re
 
 import torch
 
-from trainer.tracking.metrics.words import rows_of
-
-PEAK_TFLOPS = {
-    name: float(peak)
-    for peak, *names in rows_of("""
-# TFLOP/s | devices
-2250 | B200 | B300
-2500 | GB200 | GB300
-989 | H100 | H200 | GH200 | H800
-756 | H100 PCIe | H800 PCIe
-835 | H100 NVL | H200 NVL
-148 | H20
-312 | A100 | A100 PCIe | A800
-149.7 | A40
-165 | A30 | RTX 4090
-125 | A10
-70 | A10G
-121 | L4
-181 | L40
-362 | L40S
-155 | RTX A6000
-209.5 | RTX 5090
-71 | RTX 3090
-191.5 | MI250X
-1307 | MI300X | MI325X
-""")
-    for name in names
+_NAMES = {
+    2250.0: ("B200", "B300"),
+    2500.0: ("GB200", "GB300"),
+    989.0: ("H100", "H200", "GH200", "H800"),
+    756.0: ("H100 PCIe", "H800 PCIe"),
+    835.0: ("H100 NVL", "H200 NVL"),
+    148.0: ("H20",),
+    312.0: ("A100", "A100 PCIe", "A800"),
+    149.7: ("A40",),
+    165.0: ("A30", "RTX 4090"),
+    125.0: ("A10",),
+    70.0: ("A10G",),
+    121.0: ("L4",),
+    181.0: ("L40",),
+    362.0: ("L40S",),
+    155.0: ("RTX A6000",),
+    209.5: ("RTX 5090",),
+    71.0: ("RTX 3090",),
+    191.5: ("MI250X",),
+    1307.0: ("MI300X", "MI325X"),
 }
+PEAK_TFLOPS = {name: peak for peak, names in _NAMES.items() for name in names}
 """Peak TFLOP/s by the words of the device's name: dense bfloat16 with sums in float32.
 
 The values are from the vendors' data sheets, which mostly give twice as much, for sparse matrices.
