@@ -1,7 +1,7 @@
 """Defines the table entry of a metric, the reductions over ranks, and the placeholders in keys."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
@@ -82,15 +82,6 @@ class Metric:
         """The first key of `GROUPS` whose pattern matches, else "other"."""
         found = (group for group, names in GROUPS.items() if re.match(names, self.key))
         return next(found, "other")
-
-
-def rows_of(table: str) -> Iterator[list[str]]:
-    """Yield the cells of each line, which are separated by |. An indented line continues the line
-    before it. A line that begins with # is the header and is skipped.
-    """
-    for line in table.replace("\n ", " ").strip().splitlines():
-        if line[0] != "#":
-            yield [cell.strip() for cell in line.split("|")]
 
 
 def split_reducer(key: str) -> tuple[str, str | None]:
