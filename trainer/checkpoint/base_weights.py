@@ -65,20 +65,12 @@ class Adapter:
 def digest_together(directory: Path) -> str:
     """Return one SHA-256 for the weights in `directory`. Collective.
 
-    The ranks on a machine divide the files of its copy among themselves. Raises `ConfigError` if a
-    file cannot be read, or if two machines hold different weights.
+    The ranks on a machine divide the files of its copy among themselves. Raises `ConfigError` if
+    this rank cannot read a file, or if two machines hold different weights.
     """
-    own: dict[str, str] | ConfigError
-    try:
-        own = _hashes(directory, share=(local_rank(), ranks_on_machine()))
-    except ConfigError as error:
-        own = error
-    except OSError as error:
-        own = ConfigError(f"model.partial_pretrain={directory}: weights cannot be read: {error}")
     hashes: dict[str, str] = {}
-    for part in distributed.gather(own):
-        if isinstance(part, ConfigError):
-            raise part
+    share = (local_rank(), ranks_on_machine())
+    for part in distributed.gather(_hashes(directory, share=share)):
         for name, sha256 in part.items():
             if hashes.setdefault(name, sha256) != sha256:
                 raise ConfigError(
@@ -97,11 +89,17 @@ def _digest(hashes: Mapping[str, str]) -> str:
 
 
 def _hashes(directory: Path, *, share: Share) -> dict[str, str]:
-    """Return file name -> SHA-256 for share `(index, count)` of the weight files."""
+    """Return file name -> SHA-256 for share `(index, count)` of the weight files.
+
+    Raises `ConfigError` if a file cannot be read.
+    """
     index, count = share
     files = weight_files(directory)[index::count]
-    # Files in the Hub's cache are symbolic links.
-    return {file.name: fsio.sha256_of(file.resolve()) for file in files}
+    try:
+        # Files in the Hub's cache are symbolic links.
+        return {file.name: fsio.sha256_of(file.resolve()) for file in files}
+    except OSError as error:
+        raise ConfigError(f"'{directory}': weights cannot be read: {error}") from error
 
 
 def base_tensors(directory: Path) -> dict[str, StoredTensor]:
