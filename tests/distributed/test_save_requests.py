@@ -31,10 +31,10 @@ def wait_in_steps() -> None:
     before_steps(lambda run, step: time.sleep(0.4))
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> tuple[str, ...]:
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return (
-        *tiny_model(tmp_path),
+        *tiny_model(tmp_path_factory.mktemp("model")),
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=-1",
         "trainer.test_freq=-1",
@@ -46,12 +46,15 @@ def saved_steps(run_dir: Path) -> list[int]:
     return [info.step for info in layout.checkpoints(run_dir)]
 
 
-@pytest.mark.parametrize("is_async", ["true", "false"])
-def test_the_file_save_asks_once_and_changes_nothing_else(tmp_path, words, is_async):
-    words = (*words, f"trainer.checkpoint.async_save={is_async}")
-    straight = tmp_path / "straight"
+@pytest.fixture(scope="module")
+def straight(words: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    train(run_dir, 2, *words)
+    return run_dir
+
+
+def test_the_file_save_asks_once_and_changes_nothing_else(tmp_path, straight, words):
     asked = tmp_path / "asked"
-    train(straight, 2, *words)
     train(asked, 2, *words, before=partial(ask_in_step, 3, asked))
     assert saved_steps(straight) == [STEPS] and saved_steps(asked) == [3, STEPS]
     assert not (asked / requests.FILE_NAME).exists()
@@ -93,10 +96,8 @@ def test_a_file_that_cannot_be_deleted_does_not_save_for_ever(tmp_path, monkeypa
     assert not made.is_due() and "cannot be deleted" in caplog.text
 
 
-def test_an_export_has_a_card_that_the_hub_reads(tmp_path, words):
-    run_dir = tmp_path / "run"
-    train(run_dir, 1, *words)
-    card = ModelCard.load(run_dir / f"global_step_{STEPS}" / "huggingface" / "README.md")
+def test_an_export_has_a_card_that_the_hub_reads(straight):
+    card = ModelCard.load(straight / f"global_step_{STEPS}" / "huggingface" / "README.md")
     assert card.data.library_name == "transformers" and card.data.base_model is None
     for line in (f"    step: {STEPS}", "    train/loss: ", "    data.train_batch_size: 4"):
         assert line in card.text, line

@@ -13,7 +13,7 @@ from kills import Campaign
 from sweeps import short_or_full
 
 SEED = 7
-STRIKES = short_or_full({"kill": 4, "preempt": 2}, full={"kill": 8, "preempt": 4})
+STRIKES = short_or_full({"kill": 3, "preempt": 2}, full={"kill": 8, "preempt": 4})
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_nothing_is_lost_by_kills_and_preemptions(campaign):
 
 @pytest.mark.parametrize("forgets_names", [False, True])
 def test_nothing_is_lost_by_power_cuts_unless_the_disk_forgets_names(tmp_path, forgets_names):
-    command = [sys.executable, kills.__file__, "--power-cuts", "3", "--seed", "1", "--output"]
+    command = [sys.executable, kills.__file__, "--power-cuts", "2", "--seed", "1", "--output"]
     environment = {**os.environ, "DISK_FORGETS_NAMES": "1"} if forgets_names else None
     done = subprocess.run(
         [*command, tmp_path / "result.json"],
