@@ -120,15 +120,16 @@ def base_tensors(directory: Path) -> dict[str, StoredTensor]:
 class Change:
     """A change that training made to a weight of the base model.
 
-    trained: the `lora_A` parameter of its adapter, or the parameter with its new values;
-    is_transposed: the rows of the weight are inputs, but those of the adapter's product are
-    outputs.
+    trained: the `lora_A` parameter of its adapter, or the parameter with its new values; scaling:
+    the factor of the adapter's product; is_transposed: the rows of the weight are inputs, but those
+    of the adapter's product are outputs.
     """
 
     trained: str
+    scaling: float = 1.0
     is_transposed: bool = False
 
-    def applied(self, stored: Tensor, shards: Shards, adapter: Adapter) -> Tensor:
+    def applied(self, stored: Tensor, shards: Shards) -> Tensor:
         """Return the float32 sum of a base weight and its adapter's product, or the new values.
 
         The sum equals peft's own merge into a float32 model.
@@ -140,7 +141,7 @@ class Change:
         if stored.ndim == 3:  # E experts, R rank, I inputs, O outputs
             down = down.view(len(stored), -1, down.shape[1])  # ERI
             up = up.view(len(up), -1, len(stored)).permute(2, 0, 1)  # EOR
-        added = (up @ down).float().mul_(adapter.scaling)
+        added = (up @ down).float().mul_(self.scaling)
         if self.is_transposed:
             added = added.mT
         return added.add_(stored)  # in place: stacked experts are large
@@ -175,5 +176,5 @@ def changes_of(
             # peft wraps the module once for each weight; the wrapper of the last one is outermost
             weight = stacked[module][-1 - layer.count(".base_layer")]
             is_transposed = bool(text.get_submodule(module).is_transposed)
-        changes[weight] = Change(name, is_transposed)
+        changes[weight] = Change(name, adapter.scaling, is_transposed)
     return changes

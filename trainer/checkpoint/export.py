@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -337,19 +337,8 @@ def write_export(
         if plan.source.whole is not None:
             records.append(write_stored(target / OTHER_PARTS, plan.others, root=root))
 
-    of_own = {name: group for group in plan.groups.values() for name in group.own}
-
-    def read(name: str) -> Tensor:
-        if not plan.base:
-            return buffers[name] if name in buffers else shards.whole(name)
-        group = of_own[name]
-        value = group.to_own([plan.base[stored].whole() for stored in group.stored])[name]
-        if plan.source.adapter is None or name not in plan.changes:
-            return value
-        return plan.changes[name].applied(value, shards, plan.source.adapter)
-
     mine = plan.files_of(share)
-    tensors = _exported(plan, read, chain.from_iterable(mine.values()))
+    tensors = _exported(plan, chain.from_iterable(mine.values()), shards, buffers)
     for file_name, names in mine.items():
         shapes = {name: plan.layout[name] for name in names}
         records.append(write_tensors(target / file_name, shapes, tensors, root=root))
@@ -366,7 +355,7 @@ def _index(plan: ExportPlan) -> bytes:
 
 
 def _exported(
-    plan: ExportPlan, read: Callable[[str], Tensor], names: Iterable[str]
+    plan: ExportPlan, names: Iterable[str], shards: Shards, buffers: Mapping[str, Tensor]
 ) -> Iterator[Tensor]:
     """Yield the named tensors in their exported dtype. Only one group is in memory at a time."""
     made: dict[str, Tensor] = {}
@@ -374,9 +363,21 @@ def _exported(
         if name not in made:
             made.clear()
             group = plan.groups[name]
+            known = buffers
+            if plan.base:
+                known = group.to_own([plan.base[stored].whole() for stored in group.stored])
             dtype = plan.layout[name].dtype
-            made |= group.to_stored([_cast(read(own), dtype, own) for own in group.own])
+            values = [_cast(_value(plan, own, known, shards), dtype, own) for own in group.own]
+            made |= group.to_stored(values)
+            del known, values
         yield made.pop(name)
+
+
+def _value(plan: ExportPlan, name: str, known: Mapping[str, Tensor], shards: Shards) -> Tensor:
+    """Return a tensor of the model: from `known` or the shards, and as training changed it."""
+    value = known[name] if name in known else shards.whole(name)
+    change = plan.changes.get(name)
+    return value if change is None else change.applied(value, shards)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -231,21 +231,19 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
     """
     path = checkpoint.path
     manifest = checkpoint.manifest
-    for name, file_of in (("model", layout.model_file), ("optimizer", layout.optim_file)):
-        state[name].load_state_dict(read_shards(checkpoint, file_of))
     is_same_size = manifest.world_size == world.size
     rank = world.rank if is_same_size else 0
-    extra = shards.read_torch(path / layout.extra_file(manifest.world_size, rank))
-    extra["data"] = shards.read_torch(path / layout.DATA)
+    saved = shards.read_torch(path / layout.extra_file(manifest.world_size, rank)) | {
+        "model": read_shards(checkpoint, layout.model_file),
+        "optimizer": read_shards(checkpoint, layout.optim_file),
+        "data": shards.read_torch(path / layout.DATA),
+    }
     for name, part in state.items():
-        if name in ("model", "optimizer"):
-            continue
-        if name not in extra:
+        if name not in saved:
             if part.state_dict():
                 logger.info("%s has no state of '%s', which starts empty", path, name)
             continue
-        is_same_mesh = is_same_size and manifest.mesh == world.mesh_sizes
-        if _state_of(part) == OWN and not is_same_mesh:
+        if _state_of(part) == OWN and (manifest.mesh != world.mesh_sizes or not is_same_size):
             raise ConfigError(
                 f"{path} holds one state of the part '{name}' for each of its ranks "
                 f"({manifest.mesh}), which the ranks of this run ({world.mesh_sizes}) cannot load.\n"
@@ -254,8 +252,8 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
         if is_sharded(part):
             # The rows of one rank may be in the files of several ranks.
             files = read_shards(checkpoint, layout.extra_file)
-            pieces = Shards(path, [saved[name] for saved in files.parts])
-            extra[name] = {key: torch.empty_like(value) for key, value in part.state_dict().items()}
-            for key, value in extra[name].items():
+            pieces = Shards(path, [extra[name] for extra in files.parts])
+            saved[name] = {key: torch.empty_like(value) for key, value in part.state_dict().items()}
+            for key, value in saved[name].items():
                 shards.copy_slice(pieces.entries(key), value, key, "its dtype")
-        part.load_state_dict(extra[name])
+        part.load_state_dict(saved[name])
