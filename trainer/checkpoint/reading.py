@@ -17,7 +17,7 @@ from trainer.runtime.files import try_lock
 
 @contextmanager
 def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
-    """Yield a directory of links to the checkpoint's manifest and to its files below `parts`.
+    """Yield a directory of links to the checkpoint's manifest and `parts` (files, directories).
 
     Yields None if the checkpoint was already deleted or replaced. The linked files stay complete
     whatever happens to the checkpoint. On a file system without hard links, this yields the
@@ -33,13 +33,12 @@ def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
             os.rename(lock.name, directory / IN_USE)
             # The path ends like the checkpoint's, because an evaluation finds a server's model by it.
             source = directory.joinpath(*info.path.resolve().parts[1:])
-            names = [record.path for record in info.manifest.files if record.path.startswith(parts)]
             # The manifest is linked last: it proves that all files are from one checkpoint.
-            for name in (*names, MANIFEST):
-                target = source / name
+            for file in (*_files(info.path, parts), info.path / MANIFEST):
+                target = source / file.relative_to(info.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
-                    os.link(info.path / name, target)
+                    os.link(file, target)
                 except FileNotFoundError:
                     pass  # The checkpoint has just been deleted, so the manifest is missing too.
                 except OSError:
@@ -48,6 +47,15 @@ def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
             yield source if _is_of(source, info) else None
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _files(checkpoint: Path, parts: tuple[str, ...]) -> Iterator[Path]:
+    for part in parts:
+        path = checkpoint / part
+        if path.is_file():
+            yield path
+        for directory, _, names in os.walk(path):
+            yield from (Path(directory, name) for name in names)
 
 
 def _is_of(directory: Path, info: CheckpointInfo) -> bool:
