@@ -4,8 +4,8 @@ is not there.
 
 import json
 import os
+import re
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,41 +161,22 @@ def test_a_full_disk_leaves_nothing(checkpoint, tmp_path):
     assert os.listdir(tmp_path) == ["run"]
 
 
-def killer(num_before: int) -> Any:
-    operations = iter(range(num_before))
-    return lambda _: next(operations, None) is None and os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_everywhere(_: Any, checkpoint: Path, target: Path) -> dict[int, str]:
-    """Export in a process of its own that is killed before operation 0, 1, ...; what was left
-    each time.
-    """
-    left: dict[int, str] = {}
-    for num_before in range(10**6):
-        if (child := os.fork()) == 0:
-            with patch.object(fsio, "observer", killer(num_before)):
-                exported(checkpoint, target)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, f"{num_before}: {status}"
-        left[num_before] = ", ".join(sorted(set(os.listdir(target.parent)) - {"run"}))
-        for name in others(target):
-            shutil.rmtree(target.parent / name)
-        if target.exists():
-            assert equal(tensors_in(target), tensors_in(checkpoint / "huggingface"))
-            shutil.rmtree(target)
-        if status == 0:
-            break
-    return left
-
-
 def test_killed_at_any_operation_there_is_no_half_export(checkpoint, tmp_path):
-    left = run_ranks(kill_everywhere, 1, checkpoint, tmp_path / "export")[0]
-    last = max(left)
-    assert last > 20 and left[0] == "" and left[last] == left[last - 1] == "export", left
-    assert all(
-        left[n].startswith(".export.") and left[n].endswith(".tmp") for n in range(1, last - 1)
-    ), left
+    """One rename gives a directory its name, once all that it holds is written and synced."""
+    operations: list[fsio.Operation] = []
+    target = tmp_path / "export"
+    with patch.object(fsio, "observer", operations.append):
+        exported(checkpoint, target)
+    renamed = next(n for n, operation in enumerate(operations) if operation.target == target)
+    staging = operations[renamed].path
+    assert re.fullmatch(r"\.export\.[0-9a-f]{8}\.tmp", staging.name)
+    before = operations[:renamed]
+    paths = {kind: [o.path for o in before if o.kind == kind] for kind in ("create", "fsync")}
+    assert len(paths["create"]) == 5 and paths["create"] == paths["fsync"]
+    assert all(o.path.is_relative_to(staging) for o in before if o.kind != "fsync_dir")
+    after = [(operation.kind, operation.path) for operation in operations[renamed + 1 :]]
+    assert (before[-1].kind, before[-1].path) == ("fsync_dir", staging)
+    assert after == [("fsync_dir", tmp_path)]
 
 
 def test_values_beyond_float16_are_refused(source, tmp_path):

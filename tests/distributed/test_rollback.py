@@ -161,7 +161,7 @@ def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
 
 def require_set_aside(run_dir: Path) -> None:
     """The checkpoint after the harmful batch is not lost."""
-    assert [path.name for path in run_dir.glob(".corrupt*")] == [f".corrupt_global_step_{BEGUN}.0"]
+    assert [path.name for path in run_dir.glob(".discarded*")] == [f".discarded_global_step_{BEGUN}.0"]
 
 
 @pytest.mark.covers("S2.36:C S2.41:C")
@@ -184,7 +184,7 @@ def test_a_severe_update_can_be_left_out_by_the_device(source, begun):
     assert found.steps == tuple(range(BEGUN + 1, NUM_STEPS + 1))
 
 
-@pytest.mark.parametrize("kill_at", [f"/{rollback.FILE}", f"/.corrupt_global_step_{BEGUN}"])
+@pytest.mark.parametrize("kill_at", [f"/{rollback.FILE}", f"/.discarded_global_step_{BEGUN}"])
 def test_a_kill_during_a_rollback_leaves_a_run_that_finishes_it(
     source, begun, rolled_back, kill_at
 ):
@@ -193,7 +193,7 @@ def test_a_kill_during_a_rollback_leaves_a_run_that_finishes_it(
     """
     with pytest.raises(AssertionError, match="died without a result"):
         trained(1, begun, source, "batch", "rollback", kill_at)
-    assert bool(rollback.read(begun).entries) == ("corrupt" in kill_at)
+    assert bool(rollback.read(begun).entries) == ("discarded" in kill_at)
     resumed = trained(1, begun, source, "batch", "rollback")
     assert resumed.exit_code == EXIT_DONE and resumed.last_loss == rolled_back[1].last_loss
     assert set(resumed.steps[-40:]).isdisjoint(SKIPPED) and resumed.steps[-1] == NUM_STEPS

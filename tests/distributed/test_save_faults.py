@@ -35,7 +35,7 @@ from trainer.runtime.distributed import World
 
 SAVE_TIMEOUT_S = 2
 SHORT_GRACE_S = 1.0
-NUM_FAILING = 40
+NUM_FAILING = 24
 PATIENCE_S = 30.0
 
 

@@ -59,38 +59,50 @@ def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path, sou
     assert layout.checkpoints(tmp_path / "run") == []
 
 
-def said_at_start(world: Any, run_dir: Path, total_steps: int) -> list[str]:
-    config = trainer_config(run_dir, Recipe())
-    with heard() as lines:
-        begun = begin(config, fingerprints(Recipe()), world, total_steps=total_steps)
-    if begun.lock is not None:
+@pytest.fixture(scope="module")
+def ended(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("ended") / "run"
+    run_ranks(run, 1, run_dir, source, Recipe())
+    return run_dir
+
+
+STEPS = (0, 99)
+"""Of a run that is finished with its last checkpoint, and of one that is not."""
+
+
+def errors_for_other_data(world: Any, run_dir: Path) -> list[str]:
+    own = fingerprints(Recipe()) | {"data": "other"}
+    errors = []
+    for total_steps in STEPS:
+        with pytest.raises(ConfigError) as raised:
+            begin(trainer_config(run_dir, Recipe()), own, world, total_steps=total_steps)
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_a_run_does_not_answer_for_other_data(ended):
+    for error in run_ranks(errors_for_other_data, 1, ended)[0]:
+        assert "data: " in error and "-> other   <- refused" in error
+
+
+def said_at_starts(world: Any, run_dir: Path) -> list[list[str]]:
+    said = []
+    for total_steps in STEPS:
+        config = trainer_config(run_dir, Recipe())
+        with heard() as lines:
+            begun = begin(config, fingerprints(Recipe()), world, total_steps=total_steps)
         begun.lock.release()
-    return lines
+        said.append(lines)
+    return said
 
 
-@pytest.mark.parametrize("total_steps", [0, 99])
-def test_why_this_checkpoint_is_said_once(tmp_path, source, total_steps):
+def test_why_this_checkpoint_is_said_once(ended):
     """Before and under the lock the choice is made alike; a person at the log needs to read it
     once.
     """
-    run_ranks(run, 1, tmp_path / "run", source, Recipe())
-    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("4")
-    said = run_ranks(said_at_start, 1, tmp_path / "run", total_steps)[0]
-    assert said and len(said) == len(set(said)), said
-
-
-def start_with_other_data(world: Any, run_dir: Path, total_steps: int) -> str:
-    own = fingerprints(Recipe()) | {"data": "other"}
-    with pytest.raises(ConfigError) as raised:
-        begin(trainer_config(run_dir, Recipe()), own, world, total_steps=total_steps)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("total_steps", [0, 99], ids=["finished", "unfinished"])
-def test_a_run_does_not_answer_for_other_data(tmp_path, source, total_steps):
-    run_ranks(run, 1, tmp_path / "run", source, Recipe())
-    error = run_ranks(start_with_other_data, 1, tmp_path / "run", total_steps)[0]
-    assert "data: " in error and "-> other   <- refused" in error
+    (ended / "latest_checkpointed_iteration.txt").write_text("4")
+    for said in run_ranks(said_at_starts, 1, ended)[0]:
+        assert said and len(said) == len(set(said)), said
 
 
 def run_for_no_time(world: Any, run_dir: Path, source: Any) -> Any:

@@ -215,7 +215,7 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU fine print: seeds ask whether there is any card",
         "runtime/seeding.py",
-        '        if self._device.type == "cuda":\n            state[',
+        '        if self.device.type == "cuda":\n            state[',
         "        if torch.cuda.is_available():\n            state[",
         "unit/test_seeding.py::test_a_cpu_run_on_a_machine_with_cards_leaves_them_alone",
     ),
@@ -278,7 +278,7 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU fine print: the save that a run ends with fetches tensor by tensor",
         MANAGER,
-        '(in_background or self._saver.device.type == "cuda")',
+        '(in_background or self.saver.device.type == "cuda")',
         "in_background",
         f"{WHOLE}::test_no_copy_blocks_from_the_first_step_to_the_last_save",
     ),

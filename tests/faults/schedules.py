@@ -113,25 +113,8 @@ class SimulatedWorld(World):
 class SmallSaver(save.Saver):
     """A saver whose files name their staging directory, step and rank."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        world: World,
-        config: CheckpointConfig,
-        keep: int | None,
-        held: lock.RunLock | None,
-    ) -> None:
-        self.run_dir = run_dir
-        self.world = world
-        self.config = config
-        self.keep = keep
-        self.fingerprints = FINGERPRINTS
-        self._lock = held
-        self._card = None
-        self._agreement = save.Agreement(world, timeout_s=layout.SAVE_TIMEOUT_S)
-        self._timeout_s = layout.SAVE_TIMEOUT_S
-        self._deadline = 0.0
-        self._staging = None
+    def __post_init__(self) -> None:
+        self._agreement = save.Agreement(self.world, self.timeout_s)
         self.device = torch.device("cpu")
         self._tensors = {"weight": TensorInfo((2,), "float32")}
         source = SimpleNamespace(whole=None, adapter=None)
@@ -313,8 +296,16 @@ class Trainer:
             return
         checkpoints = None
         try:
+            nothing: Any = None
             saver = SmallSaver(
-                schedule.run_dir, world, schedule.config.checkpoint, schedule.keep, begun.lock
+                schedule.run_dir,
+                model=nothing,
+                world=world,
+                config=schedule.config.checkpoint,
+                source=nothing,
+                keep=schedule.keep,
+                fingerprints=FINGERPRINTS,
+                lock=begun.lock,
             )
             checkpoints = manager.CheckpointManager(
                 saver, state=PARTS, tell=lambda step, *_: None, save_every_s=schedule.save_every_s

@@ -20,7 +20,7 @@ from trainer.checkpoint.manifest import MANIFEST, verify_files
 
 OLD = 2
 NEW = 4
-NUM_FLIPS = short_or_full(60, full=300)
+NUM_FLIPS = short_or_full(30, full=300)
 """In each file."""
 NUM_OTHERS = short_or_full(2, full=6)
 """Of each other kind of damage in each file."""

@@ -10,8 +10,8 @@ from sweeps import short_or_full
 from trainer.checkpoint import fsio, lock, retention, rollback
 from trainer.checkpoint.save import Agreement, Saver
 
-NUM_SCHEDULES = short_or_full(2_000, full=20_000)
-NUM_PARTS = 8
+NUM_SCHEDULES = short_or_full(800, full=20_000)
+NUM_PARTS = 4
 MAX_TRIES = 800
 """Seeds within which a missing safeguard shows."""
 FIRST_SEEDS = {"carrying out a rollback": 521}
@@ -37,7 +37,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def own_answer_only(self: Agreement, *, value: Any, error: Any, deadline: float) -> list[Any]:
-    return [value] * self._world.size
+    return [value] * self.world.size
 
 
 SAFEGUARDS = {

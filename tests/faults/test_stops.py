@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from whole_equality import compare_runs
-from whole_runs import before_steps, curve, stop_in_step, tiny_model, train
+from whole_runs import curve, stop_in_step, tiny_model, train
 
 from trainer.checkpoint import layout
 from trainer.quickstart import TRAIN_FILE
@@ -58,16 +58,6 @@ def start(base: tuple[str, ...], run_dir: Path) -> Callable[..., str]:
 
 
 # The following functions change the process of the run before it begins.
-
-
-def expire_in_step(step: int) -> None:
-    """`trainer.max_time` is over within the step."""
-
-    def expire(run: Any, at: int) -> None:
-        if at == step:
-            run.stop._ends_at = 0.0
-
-    before_steps(expire)
 
 
 def learn_nothing(*, stop_in: int | None = None) -> None:
@@ -117,7 +107,6 @@ def kill_before(run_dir: Path, place: str, name: str) -> None:
 
 SCENARIOS: dict[str, list[Before]] = {
     "in a step with a validation": [partial(stop_in_step, 4)],
-    "by max_time in a step with a validation": [partial(expire_in_step, 4)],
     "in the last validation": [partial(stop_in_validation, 2)],
     "in a validation and in the owed one": [partial(stop_in_validation, 1)] * 2,
     "in the last step and in the owed validation": [
@@ -146,14 +135,24 @@ def test_no_validation_is_lost_by_a_stop(start, straight, run_dir, scenario):
     assert steps_of_validations(run_dir) == [4, 8], "a validation that was not due"
 
 
+@pytest.fixture(scope="module")
+def owing(base: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that owes the validation of step 4, with which it ends early."""
+    run_dir = tmp_path_factory.mktemp("owing") / "run"
+    train(run_dir, 2, *base, *EARLY, code=75, before=partial(learn_nothing, stop_in=2))
+    assert layout.read_pointer(run_dir).step == 4, "saved at once"
+    return run_dir
+
+
 @pytest.mark.covers("S2.36:C S3.41:C")
-def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete(base, run_dir):
+def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete(
+    base, owing, run_dir
+):
     """The early stop that an owed validation finds ends the run on both ranks, and every later
     start. The best checkpoint is kept beside the newest.
     """
+    shutil.copytree(owing, run_dir)
     start = partial(train, run_dir, 2, *base, *EARLY)
-    start(code=75, before=partial(learn_nothing, stop_in=2))
-    assert layout.read_pointer(run_dir).step == 4, "saved at once"
     start(before=learn_nothing)
     before = state_of(run_dir)
     output = start(before=learn_nothing)
@@ -163,11 +162,10 @@ def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete
     assert [info.step for info in layout.committed(run_dir)] == [2, 4]
 
 
-def test_the_end_says_that_the_best_steps_checkpoint_is_gone(base, run_dir):
-    start = partial(train, run_dir, 2, *base, *EARLY)
-    start(code=75, before=partial(learn_nothing, stop_in=2))
+def test_the_end_says_that_the_best_steps_checkpoint_is_gone(base, owing, run_dir):
+    shutil.copytree(owing, run_dir)
     shutil.rmtree(run_dir / "global_step_2")
-    output = start(before=learn_nothing)
+    output = train(run_dir, 2, *base, *EARLY, before=learn_nothing)
     assert "at step 2" in output and f"model       {run_dir}/global_step_4/huggingface" in output
     assert f"{run_dir} has no global_step_2, so the model below is that of step 4. Fix: " in output
     assert "set trainer.save_freq to the value of trainer.test_freq" in output
@@ -181,7 +179,6 @@ def test_a_larger_patience_continues_a_run_that_ended_early(start, run_dir):
 
 ENDS = {
     "before the pointer moves": ("trainer.checkpoint.layout", "publish"),
-    "before rotation": ("trainer.checkpoint.retention", "rotate"),
     "before the report": ("trainer.train.start.end", "write_final_report"),
     "before the end is recorded": ("trainer.checkpoint.finished", "write"),
 }

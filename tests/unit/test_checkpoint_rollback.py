@@ -27,7 +27,7 @@ def test_a_rollback_that_was_only_decided_is_completed(tmp_path):
     )
     assert decided.skipped_steps == frozenset(range(22, 41))
     # as if killed right after deciding
-    (tmp_path / ".corrupt_global_step_30.0").rename(tmp_path / "global_step_30")
+    (tmp_path / ".discarded_global_step_30.0").rename(tmp_path / "global_step_30")
     layout.publish(tmp_path, 30)
     rollback.complete(tmp_path)
     assert rollback.read(tmp_path) == decided and layout.read_pointer(tmp_path).step == 10

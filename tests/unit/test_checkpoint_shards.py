@@ -32,3 +32,12 @@ def test_shared_memory_counts_once():
     weight = torch.zeros(10, 4)
     tied = {"embedding": weight, "head": weight}
     assert shards.num_bytes([tied, [torch.zeros(3, dtype=torch.int64)], 7]) == 160 + 24
+
+
+def test_a_lack_of_memory_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
+    def lack(*arguments: object, **settings: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", lack)
+    with pytest.raises(MemoryError):
+        shards.read_torch(tmp_path / "data.pt")

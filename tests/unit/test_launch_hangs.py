@@ -92,11 +92,11 @@ def test_a_rank_that_holds_the_interpreter_in_c_shows_where(start):
     assert stderr.splitlines()[1].startswith("  rank 1")
 
 
-@pytest.mark.parametrize("limit", ["float('inf')", "60"])
-def test_a_phase_has_its_own_limit(limit, start):
+def test_a_phase_has_its_own_limit(start):
+    """One rank has a limit that it does not reach, one has none."""
     run = start(
-        f"heartbeat.enter('save', limit_s={limit})\ntime.sleep(3)\n"
-        f"heartbeat.enter('train', limit_s=2.0)\n"
+        "heartbeat.enter('save', limit_s=60 if local_rank() else float('inf'))\ntime.sleep(3)\n"
+        "heartbeat.enter('train', limit_s=2.0)\n"
     )
     assert end(run) == (0, "")
 

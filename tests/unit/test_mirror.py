@@ -69,7 +69,7 @@ def test_a_directory_of_damaged_checkpoints_takes_the_mirrors(run_dir):
     assert is_whole(restored(run_dir, storage))
     storage.store.clear()
     layout.quarantine(run_dir / "global_step_2", "damaged again")
-    with pytest.raises(NoUsableCheckpointError, match="set aside as corrupt"):
+    with pytest.raises(NoUsableCheckpointError, match="set aside"):
         restored(run_dir, storage)
 
 

@@ -65,20 +65,12 @@ class Adapter:
 def digest_together(directory: Path) -> str:
     """Return one SHA-256 for the weights in `directory`. Collective.
 
-    The ranks on a machine divide the files of its copy among themselves. Raises `ConfigError` if a
-    file cannot be read, or if two machines hold different weights.
+    The ranks on a machine divide the files of its copy among themselves. Raises `ConfigError` if
+    this rank cannot read a file, or if two machines hold different weights.
     """
-    own: dict[str, str] | ConfigError
-    try:
-        own = _hashes(directory, share=(local_rank(), ranks_on_machine()))
-    except ConfigError as error:
-        own = error
-    except OSError as error:
-        own = ConfigError(f"model.partial_pretrain={directory}: weights cannot be read: {error}")
     hashes: dict[str, str] = {}
-    for part in distributed.gather(own):
-        if isinstance(part, ConfigError):
-            raise part
+    share = (local_rank(), ranks_on_machine())
+    for part in distributed.gather(_hashes(directory, share=share)):
         for name, sha256 in part.items():
             if hashes.setdefault(name, sha256) != sha256:
                 raise ConfigError(
@@ -97,11 +89,17 @@ def _digest(hashes: Mapping[str, str]) -> str:
 
 
 def _hashes(directory: Path, *, share: Share) -> dict[str, str]:
-    """Return file name -> SHA-256 for share `(index, count)` of the weight files."""
+    """Return file name -> SHA-256 for share `(index, count)` of the weight files.
+
+    Raises `ConfigError` if a file cannot be read.
+    """
     index, count = share
     files = weight_files(directory)[index::count]
-    # Files in the Hub's cache are symbolic links.
-    return {file.name: fsio.sha256_of(file.resolve()) for file in files}
+    try:
+        # Files in the Hub's cache are symbolic links.
+        return {file.name: fsio.sha256_of(file.resolve()) for file in files}
+    except OSError as error:
+        raise ConfigError(f"'{directory}': weights cannot be read: {error}") from error
 
 
 def base_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -122,15 +120,16 @@ def base_tensors(directory: Path) -> dict[str, StoredTensor]:
 class Change:
     """A change that training made to a weight of the base model.
 
-    trained: the `lora_A` parameter of its adapter, or the parameter with its new values;
-    is_transposed: the rows of the weight are inputs, but those of the adapter's product are
-    outputs.
+    trained: the `lora_A` parameter of its adapter, or the parameter with its new values; scaling:
+    the factor of the adapter's product; is_transposed: the rows of the weight are inputs, but those
+    of the adapter's product are outputs.
     """
 
     trained: str
+    scaling: float = 1.0
     is_transposed: bool = False
 
-    def applied(self, stored: Tensor, shards: Shards, adapter: Adapter) -> Tensor:
+    def applied(self, stored: Tensor, shards: Shards) -> Tensor:
         """Return the float32 sum of a base weight and its adapter's product, or the new values.
 
         The sum equals peft's own merge into a float32 model.
@@ -142,7 +141,7 @@ class Change:
         if stored.ndim == 3:  # E experts, R rank, I inputs, O outputs
             down = down.view(len(stored), -1, down.shape[1])  # ERI
             up = up.view(len(up), -1, len(stored)).permute(2, 0, 1)  # EOR
-        added = (up @ down).float().mul_(adapter.scaling)
+        added = (up @ down).float().mul_(self.scaling)
         if self.is_transposed:
             added = added.mT
         return added.add_(stored)  # in place: stacked experts are large
@@ -177,5 +176,5 @@ def changes_of(
             # peft wraps the module once for each weight; the wrapper of the last one is outermost
             weight = stacked[module][-1 - layer.count(".base_layer")]
             is_transposed = bool(text.get_submodule(module).is_transposed)
-        changes[weight] = Change(name, is_transposed)
+        changes[weight] = Change(name, adapter.scaling, is_transposed)
     return changes

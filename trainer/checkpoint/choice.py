@@ -47,40 +47,38 @@ def select(run_dir: Path) -> Selection:
     if not usable:
         _require_new(run_dir, found, pointer)
         return Selection()
-    chosen, note = _choose(usable, pointer)
-    notes = [note] if note else []
+    chosen, notes = _choose(usable, pointer)
     notes += [f"skipped {i.path.name}: {i.reason}" for i in found if not i.manifest]
     return Selection(tuple(info for info in usable if info.step <= chosen.step), tuple(notes))
 
 
-def _choose(usable: list[CheckpointInfo], pointer: Pointer) -> tuple[CheckpointInfo, str | None]:
-    """Choose from `usable` (newest first). The note explains any choice but the pointed newest."""
+def _choose(usable: list[CheckpointInfo], pointer: Pointer) -> tuple[CheckpointInfo, list[str]]:
+    """Choose from `usable` (newest first). A note explains any choice but the pointed newest."""
     newest = usable[0]
     pointed = next((info for info in usable if info.step == pointer.step), None)
     if pointed is None:
         problem = "is missing"
         if pointer.raw is not None:
             problem = f"names no usable checkpoint ({pointer.raw!r})"
-        return newest, f"{POINTER} {problem}; continuing from the newest, {newest.path.name}"
+        return newest, [f"{POINTER} {problem}; continuing from the newest, {newest.path.name}"]
     unpublished = [info for info in usable if not info.published and info.step > pointed.step]
     if unpublished:
         first = unpublished[0]
-        return first, f"the run died after saving {first.path.name}, but before updating {POINTER}"
+        note = f"the run died after saving {first.path.name}, but before updating {POINTER}"
+        return first, [note]
     if newest is not pointed:
-        return (
-            pointed,
-            f"{POINTER} was moved back to {pointed.path.name}; newer checkpoints are kept",
-        )
-    return pointed, None
+        note = f"{POINTER} was moved back to {pointed.path.name}; newer checkpoints are kept"
+        return pointed, [note]
+    return pointed, []
 
 
 def _require_new(run_dir: Path, found: list[Checkpoint], pointer: Pointer) -> None:
     """Raise `NoUsableCheckpointError` if the directory has any trace of a checkpoint."""
-    corrupt = [name for name in fsio.list_dir(run_dir) if name.startswith(layout.CORRUPT_PREFIX)]
-    if not found and not corrupt and pointer.raw is None:
+    aside = [name for name in fsio.list_dir(run_dir) if name.startswith(layout.ASIDE_PREFIXES)]
+    if not found and not aside and pointer.raw is None:
         return
     reasons = [f"{info.path.name}: {info.reason}" for info in found]
-    reasons += [f"{name}: set aside as corrupt" for name in corrupt]
+    reasons += [f"{name}: set aside" for name in aside]
     reasons += [f"{POINTER}: {pointer.raw!r}"]
     raise NoUsableCheckpointError(
         f"no checkpoint in '{run_dir}' can be continued from ({'; '.join(reasons)}).\n"

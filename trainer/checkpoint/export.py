@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -38,12 +38,11 @@ from trainer.checkpoint.model_files import (
     TEMPLATES,
     ModelFiles,
 )
-from trainer.checkpoint.shards import Shards, copied, shapes_of, write_tensors
+from trainer.checkpoint.shards import Shards, copied, shapes_of, write_stored, write_tensors
 from trainer.config import ConfigError
 from trainer.model.adapter_names import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    Places,
     is_adapter,
     peft_name,
 )
@@ -106,21 +105,13 @@ class ExportPlan:
     def with_copies(self, directory: Path, *, share: Share) -> Self:
         """Copy this writer's share of the tensors in the model directory, and return the new plan.
 
-        The model directory is not read again afterwards. Raises `ConfigError` if the tensors
-        changed while the run started, and `OSError` if the copy fails.
+        The model directory is not read again afterwards. The start refuses files that have changed
+        by then (`require_model_unchanged`). Raises `OSError` if the copy fails.
         """
-        source = self.source
+        whole = self.source.whole
+        if whole is not None and share[0] == 0:
+            whole = dataclasses.replace(whole, others=copied(whole.others, directory))
         base = self.base
-        if source.whole is not None and share[0] == 0:
-            others = copied(source.whole.others, directory)
-            whole = dataclasses.replace(source.whole, others=others)
-            if whole.others_digest != source.whole.others_digest:
-                raise ConfigError(
-                    f"the weights in model.partial_pretrain={source.files.directory} changed while "
-                    f"the run was starting.\n"
-                    f"Fix: run the same command again when nothing is writing to that directory"
-                )
-            source = dataclasses.replace(source, whole=whole)
         if base:
             made_from = {
                 name: base[name]
@@ -128,6 +119,7 @@ class ExportPlan:
                 for name in self.groups[exported].stored
             }
             base = {**base, **copied(made_from, directory)}
+        source = dataclasses.replace(self.source, whole=whole)
         return dataclasses.replace(self, source=source, base=base)
 
     def files_of(self, share: Share) -> dict[str, list[str]]:
@@ -163,12 +155,6 @@ def plan_export(
     adapter = source.adapter
     base: Mapping[str, StoredTensor] = {}
     changes: dict[str, Change] = {}
-    in_full: dict[str, str] = {}
-    places: Places = {}
-    if adapter is not None:
-        if architecture is not None and adapter.whole is not None:
-            places = places_of(architecture, adapter.whole)
-        in_full = adapter.trained_in_full(shapes, places)
     target_dtype = getattr(torch, dtype)
     own = {
         name: torch.empty(tensor.shape, dtype=target_dtype, device="meta")
@@ -181,29 +167,29 @@ def plan_export(
         groups = _stored_groups(own, architecture, source.whole)
         if source.whole is not None:
             pattern = "model-text{suffix}.safetensors"
-    elif lora == "adapter":  # a single file with peft's names
-        names = {name: name for name in own} | in_full
-        groups = [
-            TensorGroup((peft_name(name, places),), (own_name,)) for name, own_name in names.items()
-        ]
-        pattern = ADAPTER_WEIGHTS
-        max_bytes = sys.maxsize
     else:
-        base = base_tensors(adapter.base)
-        changes = changes_of(adapter, shapes, in_full, architecture, places)
-        groups, others = _base_groups(base, changes, architecture, adapter.whole)
-        own = _base_shapes(groups, base, set(others), target_dtype)
-        architecture = None
+        places = places_of(architecture, adapter.whole) if architecture is not None else {}
+        in_full = adapter.trained_in_full(shapes, places)
+        if lora == "adapter":  # a single file with peft's names
+            names = {name: name for name in own} | in_full
+            groups = [
+                TensorGroup((peft_name(name, places),), (own_name,))
+                for name, own_name in names.items()
+            ]
+            pattern = ADAPTER_WEIGHTS
+            max_bytes = sys.maxsize
+        else:
+            base = base_tensors(adapter.base)
+            changes = changes_of(adapter, shapes, in_full, architecture, places)
+            groups, others = _base_groups(base, changes, architecture, adapter.whole)
+            own = _base_shapes(groups, base, set(others), target_dtype)
+            architecture = None
     layout: dict[str, Tensor] = {}
     by_name: dict[str, TensorGroup] = {}
-    for group in groups:
+    for group in groups if has_weights else ():
         made = group.to_stored([own[name] for name in group.own])
         layout |= made
         by_name |= dict.fromkeys(made, group)
-    if not has_weights:
-        layout = {}
-        by_name = {}
-        base = {}
     split = split_state_dict_into_shards_factory(
         layout,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -290,11 +276,8 @@ def _stored_groups(
     """
     if architecture is None:
         return [TensorGroup((name,), (name,)) for name in own]
-    several = whole.model if whole else None
-    if whole is None or several is None:
-        names: Sequence[str] = list(revert_weight_conversion(architecture, own))
-    else:
-        names = whole.text_names
+    several, names = (whole.model, whole.text_names) if whole else (None, ())
+    names = names or tuple(revert_weight_conversion(architecture, own))
     groups, unknown = match(architecture, several, names)
     if unknown or {name for group in groups for name in group.own} != own.keys():
         raise ConfigError(
@@ -352,23 +335,10 @@ def write_export(
             fsio.make_dirs((target / name).parent)
             records.append(fsio.write_file(target / name, data, root=root))
         if plan.source.whole is not None:
-            others = (tensor.whole() for tensor in plan.others.values())
-            path = target / OTHER_PARTS
-            records.append(write_tensors(path, shapes_of(plan.others), others, root=root))
-
-    of_own = {name: group for group in plan.groups.values() for name in group.own}
-
-    def read(name: str) -> Tensor:
-        if not plan.base:
-            return buffers[name] if name in buffers else shards.whole(name)
-        group = of_own[name]
-        value = group.to_own([plan.base[stored].whole() for stored in group.stored])[name]
-        if plan.source.adapter is None or name not in plan.changes:
-            return value
-        return plan.changes[name].applied(value, shards, plan.source.adapter)
+            records.append(write_stored(target / OTHER_PARTS, plan.others, root=root))
 
     mine = plan.files_of(share)
-    tensors = _exported(plan, read, chain.from_iterable(mine.values()))
+    tensors = _exported(plan, chain.from_iterable(mine.values()), shards, buffers)
     for file_name, names in mine.items():
         shapes = {name: plan.layout[name] for name in names}
         records.append(write_tensors(target / file_name, shapes, tensors, root=root))
@@ -385,7 +355,7 @@ def _index(plan: ExportPlan) -> bytes:
 
 
 def _exported(
-    plan: ExportPlan, read: Callable[[str], Tensor], names: Iterable[str]
+    plan: ExportPlan, names: Iterable[str], shards: Shards, buffers: Mapping[str, Tensor]
 ) -> Iterator[Tensor]:
     """Yield the named tensors in their exported dtype. Only one group is in memory at a time."""
     made: dict[str, Tensor] = {}
@@ -393,9 +363,21 @@ def _exported(
         if name not in made:
             made.clear()
             group = plan.groups[name]
+            known = buffers
+            if plan.base:
+                known = group.to_own([plan.base[stored].whole() for stored in group.stored])
             dtype = plan.layout[name].dtype
-            made |= group.to_stored([_cast(read(own), dtype, own) for own in group.own])
+            values = [_cast(_value(plan, own, known, shards), dtype, own) for own in group.own]
+            made |= group.to_stored(values)
+            del known, values
         yield made.pop(name)
+
+
+def _value(plan: ExportPlan, name: str, known: Mapping[str, Tensor], shards: Shards) -> Tensor:
+    """Return a tensor of the model: from `known` or the shards, and as training changed it."""
+    value = known[name] if name in known else shards.whole(name)
+    change = plan.changes.get(name)
+    return value if change is None else change.applied(value, shards)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

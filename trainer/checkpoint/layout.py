@@ -28,6 +28,10 @@ HUGGINGFACE = "huggingface"
 STAGING_PREFIX = ".staging_"
 TRASH_PREFIX = ".trash_"
 CORRUPT_PREFIX = ".corrupt_"
+DISCARDED_PREFIX = ".discarded_"
+"""An intact checkpoint from which the run no longer continues."""
+ASIDE_PREFIXES = (CORRUPT_PREFIX, DISCARDED_PREFIX)
+"""Checkpoints that were set aside. They are never deleted automatically."""
 READING_PREFIX = ".reading_"
 IN_USE = "in_use"
 """A file in a `READING_PREFIX` directory, on which the reader holds a lock."""
@@ -196,11 +200,13 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
     """
     final = staging.parent / step_dir_name(step)
     if final.name in fsio.list_dir(final.parent):
-        if read_pointer(final.parent).step == step and inspect(final).manifest:
+        is_whole = inspect(final).manifest is not None
+        if is_whole and read_pointer(final.parent).step == step:
             raise FileExistsError(
                 f"this run continues from '{final}', so that checkpoint is never replaced"
             )
-        quarantine(final, "its step is being saved again")
+        prefix = DISCARDED_PREFIX if is_whole else CORRUPT_PREFIX
+        quarantine(final, "its step is being saved again", prefix)
     try:
         fsio.rename_unsynced(staging, final)
     except OSError:
@@ -228,11 +234,11 @@ def mark_published(step_dir: Path) -> None:
     fsio.fsync_dir(step_dir)
 
 
-def quarantine(path: Path, reason: str) -> Path:
-    """Rename a checkpoint to `.corrupt_global_step_N.<k>`, which is never deleted automatically."""
+def quarantine(path: Path, reason: str, prefix: str = CORRUPT_PREFIX) -> Path:
+    """Set a checkpoint aside as `<prefix>global_step_N.<k>`."""
     taken = fsio.list_dir(path.parent)
     number = 0
-    while (name := f"{CORRUPT_PREFIX}{path.name}.{number}") in taken:
+    while (name := f"{prefix}{path.name}.{number}") in taken:
         number += 1
     aside = path.with_name(name)
     fsio.rename(path, aside)

@@ -23,7 +23,6 @@ from trainer.runtime.heartbeat import LOCK
 from trainer.runtime.processes import born_at
 
 POLL_S = 0.1
-REPLACED = (errno.ENOENT, errno.ESTALE)
 MAX_RECORD_BYTES = 2**16
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,13 @@ class RunLock:
     def __init__(self, run_dir: Path, *, needs_flock: bool = True) -> None:
         self._path = run_dir / LOCK
         self._needs_flock = needs_flock
-        self._record: dict[str, str | int | None] = {}
+        self._record = {
+            "nonce": secrets.token_hex(16),
+            "pid": os.getpid(),
+            "born": born_at(os.getpid()),
+            "host": socket.gethostname(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         self._descriptor: int | None = None
 
     def acquire(self, *, timeout_s: float = 20.0) -> None:
@@ -57,13 +62,6 @@ class RunLock:
         the file system has no locks, and `CannotWriteError` if the lock file cannot be written.
         """
         deadline_s = time.monotonic() + timeout_s
-        self._record = {
-            "nonce": secrets.token_hex(16),
-            "pid": os.getpid(),
-            "born": born_at(os.getpid()),
-            "host": socket.gethostname(),
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
         try:
             while not self._try_acquire():
                 if time.monotonic() >= deadline_s:
@@ -73,10 +71,7 @@ class RunLock:
                         f"(trainer.default_local_dir or trainer.experiment_name)"
                     )
                 time.sleep(POLL_S)
-        except BaseException as error:
-            self._close()
-            if not isinstance(error, OSError):
-                raise
+        except OSError as error:
             raise CannotWriteError(
                 f"cannot lock {self._path}: {error.strerror}.\n"
                 f"Fix: make the directory writable, or choose a different trainer.default_local_dir"
@@ -87,11 +82,15 @@ class RunLock:
 
         Returns False if the file cannot be read.
         """
+        if self._descriptor is None:
+            return False
         try:
-            return self._is_ours()
+            found, content = self._look()
         except OSError as error:
             logger.warning("cannot tell whether this run still holds %s: %s", self._path, error)
             return False
+        is_same_file = found is not None and os.path.samestat(found, os.fstat(self._descriptor))
+        return is_same_file and str(self._record["nonce"]).encode() in content
 
     def require(self) -> None:
         """Raise `CannotWriteError` unless this run holds its directory.
@@ -129,7 +128,7 @@ class RunLock:
         if not is_locked:
             self._accept_no_locks()
         self._write_record()
-        return self._is_ours()
+        return self.is_held()
 
     def _accept_no_locks(self) -> None:
         """Warn that the file system has no locks. Raises `ConfigError` if a lock is required."""
@@ -191,7 +190,7 @@ class RunLock:
             with open_regular(self._path, follow_links=False) as file:
                 return os.fstat(file.fileno()), file.read(MAX_RECORD_BYTES)
         except OSError as error:
-            if error.errno not in REPLACED:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
             return None, b""
 
@@ -200,13 +199,6 @@ class RunLock:
             return "pid {pid} on {host}, started {started}".format(**json.loads(self._look()[1]))
         except (ValueError, KeyError, TypeError):
             return "unknown pid"
-
-    def _is_ours(self) -> bool:
-        if self._descriptor is None:
-            return False
-        found, content = self._look()
-        is_same_file = found is not None and os.path.samestat(found, os.fstat(self._descriptor))
-        return is_same_file and str(self._record["nonce"]).encode() in content
 
 
 def is_given_back(run_dir: Path) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -40,25 +41,24 @@ REQUIRED_RETRY_AFTER_S = (1.0, 5.0)
 CLOSE_TIMEOUT_S = 10.0
 
 
+@dataclass(eq=False)
 class CheckpointManager:
-    """Writes and loads the `global_step_*` directories of one run. Its methods are collective."""
+    """Writes and loads the `global_step_*` directories of one run. Its methods are collective.
 
-    def __init__(
-        self,
-        saver: Saver,
-        *,
-        state: State,
-        tell: Tell,
-        save_every_s: float = math.inf,
-    ) -> None:
-        """`state`: the parts to save; `tell`: called with the result of each save."""
-        self.run_dir = saver.run_dir
-        self._world = saver.world
-        self._saver = saver
-        self._state = state
-        self._tell = tell
-        self._requests = SaveRequests(saver.run_dir, every_s=save_every_s)
-        self._buffers = HostBuffers(saver.device) if saver.config.async_save else None
+    `state`: the parts to save; `tell`: called with the result of each save.
+    """
+
+    saver: Saver
+    state: State
+    tell: Tell
+    save_every_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.run_dir = self.saver.run_dir
+        self._world = self.saver.world
+        self._requests = SaveRequests(self.run_dir, every_s=self.save_every_s)
+        is_async = self.saver.config.async_save
+        self._buffers = HostBuffers(self.saver.device) if is_async else None
         self._pending: tuple[int, Future[Outcome]] | None = None
         self._num_failed_in_a_row = 0
         self._failed_at = 0.0
@@ -71,10 +71,10 @@ class CheckpointManager:
 
         Afterwards, no save reads the model directory. Raises `ConfigError`, `CannotWriteError`.
         """
-        state = [part.state_dict() for part in self._state.values()]
-        needed_bytes = self._saver.size_bytes(state)
+        state = [part.state_dict() for part in self.state.values()]
+        needed_bytes = self.saver.size_bytes(state)
         self._on_main(partial(retention.require_space, self.run_dir, needed_bytes))
-        self._saver.keep_sources()
+        self.saver.keep_sources()
 
     def save(
         self,
@@ -101,15 +101,15 @@ class CheckpointManager:
             self._raise_if_exhausted(is_required)
             time.sleep(pause_s)
             self._requests.begin()
-            extra = rank_state(self._state, step)
-            require_resumable(extra, self._state, self._world)
+            extra = rank_state(self.state, step)
+            require_resumable(extra, self.state)
             # The live state of this rank: the next step changes its tensors.
             snapshot = Snapshot(
                 position=position,
-                model=self._state["model"].state_dict(),
-                optim=self._state["optimizer"].state_dict(),
+                model=self.state["model"].state_dict(),
+                optim=self.state["optimizer"].state_dict(),
                 extra=extra,
-                data=self._state["data"].state_dict(),
+                data=self.state["data"].state_dict(),
                 loss=loss if math.isfinite(loss) else None,
                 grad_norm=grad_norm if math.isfinite(grad_norm) else None,
                 history=history,
@@ -170,11 +170,11 @@ class CheckpointManager:
             error = "a parameter or optimizer moment is not finite, and such a state is never saved"
             self._note(step, SaveFailedError(error), 0.0)
             return
-        self._saver.prepare()
+        self.saver.prepare()
         buffers = self._buffers
         # On a GPU, always copy first. Otherwise the write would fetch the tensors one by one,
         # through memory that is not page-locked.
-        if buffers is not None and (in_background or self._saver.device.type == "cuda"):
+        if buffers is not None and (in_background or self.saver.device.type == "cuda"):
             snapshot = buffers.copy(snapshot)
 
         def write() -> Outcome:
@@ -183,7 +183,7 @@ class CheckpointManager:
                 buffers.wait_until_ready()
             outcome: int | SaveFailedError
             try:
-                outcome = self._saver.save(snapshot)
+                outcome = self.saver.save(snapshot)
             except SaveFailedError as error:
                 # The frames of its traceback would keep the snapshot in memory.
                 outcome = error.with_traceback(None)
@@ -211,7 +211,7 @@ class CheckpointManager:
             self._last_error = str(outcome).partition(".\nFix:")[0]
             self._metrics["checkpoint/failed_in_a_row"] = self._num_failed_in_a_row
             text = f"the save failed, and older checkpoints are unchanged: {outcome}"
-            self._tell("checkpoint_failed", step, text, "warn")
+            self.tell("checkpoint_failed", step, text, "warn")
             return
         self._num_failed_in_a_row = 0
         self._committed_step = step
@@ -222,7 +222,7 @@ class CheckpointManager:
             names = fsio.list_dir(self.run_dir)
             self._metrics["ckpt/kept"] = sum(layout.parse_step(name) is not None for name in names)
         path = self.run_dir / layout.step_dir_name(step)
-        self._tell("checkpoint", step, f"saved {path}", "info")
+        self.tell("checkpoint", step, f"saved {path}", "info")
         logger.info("saved %s (%s, %.1f s)", path, readable(outcome), duration_s)
 
     def _raise_if_exhausted(self, is_required: bool) -> None:
@@ -243,7 +243,7 @@ class CheckpointManager:
 
     def load(self, checkpoint: CheckpointInfo) -> None:
         """Load a verified checkpoint. Raises `ConfigError` if it is from a different model."""
-        load_state(checkpoint, self._state, self._world)
+        load_state(checkpoint, self.state, self._world)
         self._committed_step = checkpoint.step
 
     def decide_rollback(
@@ -255,7 +255,7 @@ class CheckpointManager:
         anything changes. The caller loads the checkpoint.
         """
         self.finish()
-        now = self._saver.fingerprints
+        now = self.saver.fingerprints
         for info in self._on_main(
             lambda: rollback.candidates(
                 self.run_dir,
@@ -277,7 +277,7 @@ class CheckpointManager:
             return None
 
         def decide() -> Rollbacks:
-            self._saver.require_lock()
+            self.saver.require_lock()
             return rollback.decide(
                 self.run_dir,
                 info,
@@ -293,11 +293,11 @@ class CheckpointManager:
         """Point to the checkpoint of `step`, and delete checkpoints that are no longer needed."""
 
         def point_and_delete() -> None:
-            self._saver.require_lock()
+            self.saver.require_lock()
             # The directory is missing if this run begins with another run's checkpoint.
             if (self.run_dir / layout.step_dir_name(step)).is_dir():
                 retention.settle(
-                    self.run_dir, step, keep=self._saver.keep, history=history, protect={step}
+                    self.run_dir, step, keep=self.saver.keep, history=history, protect={step}
                 )
 
         self._on_main(point_and_delete)

@@ -62,9 +62,11 @@ class ModelFiles:
     @classmethod
     def read(cls, directory: Path) -> Self:
         """Read the files in `directory`. Raises `ConfigError` for a file that cannot be read."""
-        small = [*_found(directory, (CONFIG, GENERATION_CONFIG)), *companion_files(directory)]
+        small = _found(directory, (CONFIG, GENERATION_CONFIG, *_COMPANIONS))
         try:
-            contents = {path.relative_to(directory).as_posix(): path.read_bytes() for path in small}
+            contents = {
+                path.relative_to(directory).as_posix(): path.read_bytes() for path in sorted(small)
+            }
             states = {path.name: path.stat() for path in _found(directory, _WEIGHTS)}
         except OSError as error:
             raise ConfigError(

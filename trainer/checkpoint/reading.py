@@ -26,43 +26,27 @@ def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
     """
     directory = info.path.with_name(f"{READING_PREFIX}{info.path.name}.{secrets.token_hex(4)}")
     directory.mkdir()
-    lock = None
-    try:
-        lock = _lock(directory)
-        # The path ends like the checkpoint's, because an evaluation finds a server's model by it.
-        source = directory.joinpath(*info.path.resolve().parts[1:])
-        # The manifest is linked last: it proves that all files are from one checkpoint.
-        for file in (*_files(info.path, parts), info.path / MANIFEST):
-            target = source / file.relative_to(info.path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(file, target)
-            except FileNotFoundError:
-                pass  # The checkpoint has just been deleted, so the manifest is missing too.
-            except OSError:
-                source = info.path
-                break
-        yield source if _is_of(source, info) else None
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _lock(directory: Path) -> int:
-    """Mark the directory as in use while this process lives, and return the descriptor of the mark.
-
-    The mark is a locked file. It is locked before it gets its final name.
-    """
-    partial = directory / f"{IN_USE}.tmp"
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        try_lock(descriptor)
-        partial.rename(directory / IN_USE)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    # The file is locked before it gets the name by which others find it.
+    with open(directory / f"{IN_USE}.tmp", "xb") as lock:
+        try:
+            try_lock(lock.fileno())
+            os.rename(lock.name, directory / IN_USE)
+            # The path ends like the checkpoint's, because an evaluation finds a server's model by it.
+            source = directory.joinpath(*info.path.resolve().parts[1:])
+            # The manifest is linked last: it proves that all files are from one checkpoint.
+            for file in (*_files(info.path, parts), info.path / MANIFEST):
+                target = source / file.relative_to(info.path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(file, target)
+                except FileNotFoundError:
+                    pass  # The checkpoint has just been deleted, so the manifest is missing too.
+                except OSError:
+                    source = info.path
+                    break
+            yield source if _is_of(source, info) else None
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _files(checkpoint: Path, parts: tuple[str, ...]) -> Iterator[Path]:

@@ -139,4 +139,4 @@ def complete(run_dir: Path) -> None:
             layout.publish(run_dir, entry.target_step)
         for info in discarded:
             reason = f"the run was rolled back to step {entry.target_step}: {entry.reason}"
-            layout.quarantine(info.path, reason)
+            layout.quarantine(info.path, reason, layout.DISCARDED_PREFIX)

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import MANIFEST, Manifest, TensorInfo
 from trainer.checkpoint.snapshot import Snapshot
-from trainer.config import CheckpointConfig, ConfigError
+from trainer.config import CheckpointConfig
 from trainer.errors import CannotWriteError
 from trainer.model.adapter_names import ADAPTER_CONFIG
 from trainer.runtime import distributed
@@ -54,6 +54,7 @@ class NoAnswerError(SaveFailedError):
     """Some ranks did not answer in time, so this rank does not know the outcome. Others may."""
 
 
+@dataclass(eq=False)
 class Agreement:
     """Exchanges the ranks' reports on each phase of a save, with a deadline.
 
@@ -62,11 +63,12 @@ class Agreement:
     `renew` creates a new one. Creating an `Agreement` is collective.
     """
 
-    def __init__(self, world: World, *, timeout_s: float) -> None:
-        """`timeout_s`: the longest time that a save may take."""
-        self._world = world
-        self._timeout_s = timeout_s
-        self._group: dist.ProcessGroup | None = None
+    world: World
+    timeout_s: float
+    """The longest time that a save may take."""
+    _group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
@@ -79,7 +81,7 @@ class Agreement:
         if num_without == 0:
             return
         self._give_up()
-        timeout_s = max(self._timeout_s, MIN_GROUP_TIMEOUT_S)
+        timeout_s = max(self.timeout_s, MIN_GROUP_TIMEOUT_S)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def agree(self, *, value: Any, error: str | None, deadline: float) -> list[Any]:
@@ -89,7 +91,7 @@ class Agreement:
         rank reported an error, and `NoAnswerError` if a rank reported nothing by the main rank's
         deadline.
         """
-        reports: list[Any] = [None] * self._world.size
+        reports: list[Any] = [None] * self.world.size
         try:
             self._meet(deadline)
             dist.all_gather_object(reports, (value, error), self._group)
@@ -112,17 +114,17 @@ class Agreement:
         """
         remaining_s = deadline - time.monotonic()
         sign = torch.zeros(1)
-        if not self._world.is_main:
+        if not self.world.is_main:
             timeout = timedelta(seconds=max(MIN_TIMEOUT_S, remaining_s) + GRACE_S)
-            _started(dist.isend(sign, 0, self._group)).wait(timeout)
-            _started(dist.irecv(sign, 0, self._group)).wait(timeout)
+            dist.isend(sign, 0, self._group).wait(timeout)  # type: ignore[union-attr]
+            dist.irecv(sign, 0, self._group).wait(timeout)  # type: ignore[union-attr]
             return
-        others = range(1, self._world.size)
-        coming = {rank: _started(dist.irecv(sign.clone(), rank, self._group)) for rank in others}
+        others = range(1, self.world.size)
+        coming = {rank: dist.irecv(sign.clone(), rank, self._group) for rank in others}
         for rank, work in coming.items():
             timeout = timedelta(seconds=max(MIN_TIMEOUT_S, deadline - time.monotonic()))
             try:
-                work.wait(timeout)
+                work.wait(timeout)  # type: ignore[union-attr]
             except RuntimeError:
                 raise NoAnswerError(f"rank {rank} {NO_ANSWER}") from None
         for rank in others:
@@ -137,75 +139,59 @@ class Agreement:
                 dist.destroy_process_group(group)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "every rank is in the group"
-    return work
-
-
+@dataclass(eq=False)
 class Saver:
     """Writes the checkpoints of one run. The constructor, `prepare` and `save` are collective.
 
     `save` uses a separate process group: each rank may call it in any thread, one save at a time.
+
+    model: the sharded model; its weights are not read. keep: number of checkpoints to keep, None
+    for all. lock: the run lock, on the main rank only. card: returns the model card, given measured
+    values by name.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        model: PreTrainedModel,
-        *,
-        world: World,
-        config: CheckpointConfig,
-        source: ExportSource,
-        keep: int | None,
-        fingerprints: Mapping[str, str],
-        lock: RunLock | None,
-        card: Callable[[Mapping[str, object]], bytes] | None = None,
-        timeout_s: float = layout.SAVE_TIMEOUT_S,
-    ) -> None:
-        """`model`: the sharded model; its weights are not read. `keep`: number of checkpoints to
-        keep, None for all. `lock`: the run lock, on the main rank only. `card`: returns the model
-        card, given measured values by name.
-        """
-        self.run_dir = run_dir
-        self.world = world
-        self.config = config
-        self.keep = keep
-        self.fingerprints = fingerprints
-        self._lock = lock
-        self._card = card
-        self._agreement = Agreement(world, timeout_s=timeout_s)
-        self._timeout_s = timeout_s
-        self._deadline = math.inf
-        self._staging: Path | None = None
-        parameters = shards.saved_parameters(model)
+    run_dir: Path
+    model: PreTrainedModel
+    world: World
+    config: CheckpointConfig
+    source: ExportSource
+    keep: int | None
+    fingerprints: Mapping[str, str]
+    lock: RunLock | None
+    card: Callable[[Mapping[str, object]], bytes] | None = None
+    timeout_s: float = layout.SAVE_TIMEOUT_S
+    _deadline: float = math.inf
+    _staging: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._agreement = Agreement(self.world, self.timeout_s)
+        parameters = shards.saved_parameters(self.model)
         self._tensors = {
             name: TensorInfo(tuple(p.shape), str(p.dtype).removeprefix("torch."))
             for name, p in parameters.items()
         }
-        self.device = next(model.parameters()).device
+        self.device = next(self.model.parameters()).device
         self._plan = export.plan_export(
             parameters,
-            shards.weight_buffers(model),
-            export.meta_copy(model),
-            source,
-            dtype=config.export_dtype,
-            lora=config.export_lora,
-            has_weights=config.exports_weights,
+            shards.weight_buffers(self.model),
+            export.meta_copy(self.model),
+            self.source,
+            dtype=self.config.export_dtype,
+            lora=self.config.export_lora,
+            has_weights=self.config.exports_weights,
         )
 
     def keep_sources(self) -> None:
         """Copy the tensors that exports take from the model directory. Collective.
 
-        After this, no save reads that directory. Raises the same error on all ranks:
-        `CannotWriteError` if a copy cannot be made, `ConfigError` if the files have changed.
+        After this, no save reads that directory. Raises `CannotWriteError` on all ranks if a copy
+        cannot be made.
         """
-        error: ConfigError | CannotWriteError | None = None
+        error = None
         try:
             self._plan = self._plan.with_copies(
                 self.run_dir, share=(self.world.rank, self.world.size)
             )
-        except ConfigError as failure:
-            error = failure
         except OSError as failure:
             error = CannotWriteError(f"cannot copy tensors of the model: {failure}")
         for found in filter(None, distributed.gather(error)):
@@ -224,7 +210,7 @@ class Saver:
 
         Raises `SaveFailedError` on all ranks alike.
         """
-        self._deadline = time.monotonic() + self._timeout_s
+        self._deadline = time.monotonic() + self.timeout_s
         try:
             staging = self.run_dir / self._together("open", lambda: self._open(snapshot))[0]
             written = self._together("shards", lambda: self._write_shards(staging, snapshot))
@@ -311,14 +297,14 @@ class Saver:
         saved = shards.Shards.read(staging, needed)
         target = staging / layout.HUGGINGFACE
         card = None
-        if self._card is not None:
+        if self.card is not None:
             measured = {
                 "step": snapshot.position.step,
                 "epoch": snapshot.position.epoch,
                 "train/loss": snapshot.loss,
                 "best validation at step": snapshot.history.best_step,
             }
-            card = self._card(measured)
+            card = self.card(measured)
         share = (world.rank, world.size)
         buffers = snapshot.extra["buffers"]
         return export.write_export(self._plan, target, saved, buffers, share=share, card=card)
@@ -338,7 +324,7 @@ class Saver:
         fsio.write_file(staging / MANIFEST, manifest.to_json().encode(), root=staging)
         fsio.fsync_tree(staging)
         if time.monotonic() > self._deadline:
-            raise TimeoutError(f"the save took longer than {self._timeout_s:.0f} s")
+            raise TimeoutError(f"the save took longer than {self.timeout_s:.0f} s")
         self.require_lock()
         layout.commit(staging, manifest.step, nonce=manifest.nonce)
         retention.settle(self.run_dir, manifest.step, keep=self.keep, history=snapshot.history)
@@ -371,5 +357,5 @@ class Saver:
 
     def require_lock(self) -> None:
         """Raise `CannotWriteError` on the main rank unless this run still owns its directory."""
-        if self._lock is not None:
-            self._lock.require()
+        if self.lock is not None:
+            self.lock.require()

@@ -272,6 +272,12 @@ def write_tensors(
     return file.record
 
 
+def write_stored(path: Path, tensors: Mapping[str, StoredTensor], *, root: Path) -> FileRecord:
+    """Copy tensors into a new safetensors file, one at a time, like `write_tensors`."""
+    contents = (tensor.whole() for tensor in tensors.values())
+    return write_tensors(path, shapes_of(tensors), contents, root=root)
+
+
 def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """Return meta tensors with the shapes and dtypes of the stored tensors."""
     return {
@@ -287,8 +293,7 @@ def copied(tensors: Mapping[str, StoredTensor], directory: Path) -> dict[str, St
     """
     path = fsio.temporary_path(directory / "model")
     try:
-        contents = (tensor.whole() for tensor in tensors.values())
-        write_tensors(path, shapes_of(tensors), contents, root=directory)
+        write_stored(path, tensors, root=directory)
         return stored_in(path)
     finally:
         with suppress(FileNotFoundError):

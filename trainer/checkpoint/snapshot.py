@@ -1,7 +1,6 @@
 """The state of one step for a save: either live, or copied so that training may continue."""
 
 import mmap
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +48,6 @@ class HostBuffers:
     def __init__(self, device: torch.device) -> None:
         """`device`: the device that holds the state; the CPU if the state is offloaded to it."""
         self._device = device
-        self._shapes: list[tuple[torch.dtype, torch.Size]] = []
         self._buffers: list[Tensor] = []
         self._locked: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -65,7 +63,7 @@ class HostBuffers:
         parts = {part: getattr(snapshot, part) for part in ("model", "optim", "extra")}
         live = {_memory(tensor): tensor for tensor in local_tensors(parts)}
         shapes = [(tensor.dtype, tensor.shape) for tensor in live.values()]
-        if shapes != self._shapes:
+        if shapes != [(buffer.dtype, buffer.shape) for buffer in self._buffers]:
             self._allocate(shapes)
         copies = dict(zip(live, self._buffers, strict=True))
         if self._device.type == "cuda":
@@ -78,7 +76,13 @@ class HostBuffers:
         if self._stream is not None:
             self._ready = self._stream.record_event()
             self._copied = list(live.values())
-        return replace(snapshot, **_mapped(parts, lambda tensor: copies[_memory(tensor)]))
+
+        def copy_of(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor):
+                return with_local(tensor, copies[_memory(tensor._local_tensor)])
+            return copies[_memory(tensor)]
+
+        return replace(snapshot, **tree_map_only(Tensor, copy_of, parts))
 
     def wait_until_ready(self) -> None:
         """Block the calling thread, not the device, until the last copy is complete."""
@@ -94,7 +98,6 @@ class HostBuffers:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
 
     def _allocate(self, shapes: list[tuple[torch.dtype, torch.Size]]) -> None:
-        self._shapes = []
         self._buffers = []
         if self._locked is not None:
             _check(torch.cuda.cudart().cudaHostUnregister(self._locked.data_ptr()), "released")
@@ -116,7 +119,6 @@ class HostBuffers:
         self._buffers = [
             _tensor_in(block, start, *kind) for start, kind in zip(starts, shapes, strict=True)
         ]
-        self._shapes = shapes
 
 
 def _check(status: Any, action: str) -> None:
@@ -137,14 +139,3 @@ def _tensor_in(block: mmap.mmap, start: int, dtype: torch.dtype, shape: torch.Si
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key that is equal for tensors with shared memory, such as a tied head."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested containers with every local tensor replaced by `change` of it."""
-
-    def changed(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            return with_local(tensor, change(tensor._local_tensor))
-        return change(tensor)
-
-    return tree_map_only(Tensor, changed, tree)

@@ -13,6 +13,7 @@ and the run can resume only with the same number of ranks and the same mesh. If 
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,6 @@ from trainer.runtime.progress import ALL, MAIN, OWN
 logger = logging.getLogger(__name__)
 APART = ("model", "optimizer", "data")
 """Parts that are in separate files."""
-SEEDED = ("rng",)
-"""Parts that differ between ranks but need not be restored, because each step seeds them again."""
 
 
 class Stateful(Protocol):
@@ -59,14 +58,14 @@ def read_shards(checkpoint: CheckpointInfo, file_of: Callable[[int, int], str]) 
     return Shards.read(checkpoint.path, checkpoint.manifest.shard_files(file_of))
 
 
+@dataclass(frozen=True)
 class ModelShards:
     """The parameters in a checkpoint: {name: this rank's shard as a DTensor}.
 
     A tied head appears under both of its names, but is written once.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    model: nn.Module
 
     def state_dict(self) -> dict[str, Tensor]:
         named = shards.saved_parameters(self.model, remove_duplicate=False)
@@ -96,6 +95,7 @@ class ModelShards:
             shards.copy_slice(saved, parameter, name, "model.master_dtype", may_round=may_round)
 
 
+@dataclass(frozen=True)
 class OptimizerShards:
     """The optimizer's state: {"state": {parameter name: {step, exp_avg, exp_avg_sq}},
     "param_groups": [{..., "param_names": [...]}]}.
@@ -103,9 +103,8 @@ class OptimizerShards:
     Loading keeps the learning rates and weight decay of the current configuration.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def state_dict(self) -> StateDict:
         """Return the state by parameter name, and the settings of the groups."""
@@ -143,11 +142,11 @@ class OptimizerShards:
                 shards.copy_slice(pieces, value, f"{name}.{key}", "optim.state_dtype")
 
 
+@dataclass(frozen=True)
 class WeightBuffers:
     """The model's persistent buffers. Every rank holds them in full."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    model: nn.Module
 
     def state_dict(self) -> StateDict:
         return shards.weight_buffers(self.model)
@@ -167,32 +166,28 @@ def rank_state(state: State, step: int) -> StateDict:
     return found
 
 
-def require_resumable(extra: Mapping[str, Any], state: State, world: World) -> None:
+def require_resumable(extra: Mapping[str, Any], state: State) -> None:
     """Raise `ConfigError` on all ranks if a different number of ranks could not load the state.
 
     `extra`: the result of `rank_state` on this rank. Collective.
     """
     common = {}
-    unfit = []
-    for name in sorted(extra.keys() & state.keys() - {*SEEDED}):
+    for name in sorted(extra.keys() & state.keys()):
         if is_sharded(state[name]):
             is_fit = all(isinstance(value, Tensor) for value in extra[name].values())
         else:
             is_fit = not any(isinstance(leaf, DTensor) for leaf in tree_leaves(extra[name]))
         if not is_fit:
-            unfit.append(name)
-        elif _state_of(state[name]) == ALL:
-            common[name] = _digest(extra[name])
-    reports = distributed.gather((common, unfit))
-    expected, _ = reports[0]
-    for rank, (digests, found_unfit) in enumerate(reports):
-        if found_unfit:
             raise ConfigError(
-                f"the state of the part '{found_unfit[0]}' cannot be saved: if a part holds sharded "
+                f"the state of the part '{name}' cannot be saved: if a part holds sharded "
                 f"tensors (DTensor), its state must map names to tensors and contain nothing else.\n"
                 f"Fix: set is_sharded = True on the class, and keep other values in a second part"
             )
-        if different := sorted({name for name, _ in expected.items() ^ digests.items()}):
+        if _state_of(state[name]) == ALL:
+            common[name] = _digest(extra[name])
+    reports = distributed.gather(common)
+    for rank, digests in enumerate(reports):
+        if different := sorted({name for name, _ in reports[0].items() ^ digests.items()}):
             raise ConfigError(
                 f"the state of the part '{different[0]}' cannot be saved: it differs between rank 0 "
                 f"and rank {rank}, but a resume on a different number of ranks would load the state "
@@ -236,21 +231,19 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
     """
     path = checkpoint.path
     manifest = checkpoint.manifest
-    for name, file_of in (("model", layout.model_file), ("optimizer", layout.optim_file)):
-        state[name].load_state_dict(read_shards(checkpoint, file_of))
     is_same_size = manifest.world_size == world.size
     rank = world.rank if is_same_size else 0
-    extra = shards.read_torch(path / layout.extra_file(manifest.world_size, rank))
-    extra["data"] = shards.read_torch(path / layout.DATA)
+    saved = shards.read_torch(path / layout.extra_file(manifest.world_size, rank)) | {
+        "model": read_shards(checkpoint, layout.model_file),
+        "optimizer": read_shards(checkpoint, layout.optim_file),
+        "data": shards.read_torch(path / layout.DATA),
+    }
     for name, part in state.items():
-        if name in ("model", "optimizer") or (name in SEEDED and not is_same_size):
-            continue
-        if name not in extra:
+        if name not in saved:
             if part.state_dict():
                 logger.info("%s has no state of '%s', which starts empty", path, name)
             continue
-        is_own = _state_of(part) == OWN and name not in SEEDED
-        if is_own and not (is_same_size and manifest.mesh == world.mesh_sizes):
+        if _state_of(part) == OWN and (manifest.mesh != world.mesh_sizes or not is_same_size):
             raise ConfigError(
                 f"{path} holds one state of the part '{name}' for each of its ranks "
                 f"({manifest.mesh}), which the ranks of this run ({world.mesh_sizes}) cannot load.\n"
@@ -259,8 +252,8 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
         if is_sharded(part):
             # The rows of one rank may be in the files of several ranks.
             files = read_shards(checkpoint, layout.extra_file)
-            pieces = Shards(path, [saved[name] for saved in files.parts])
-            extra[name] = {key: torch.empty_like(value) for key, value in part.state_dict().items()}
-            for key, value in extra[name].items():
+            pieces = Shards(path, [extra[name] for extra in files.parts])
+            saved[name] = {key: torch.empty_like(value) for key, value in part.state_dict().items()}
+            for key, value in saved[name].items():
                 shards.copy_slice(pieces.entries(key), value, key, "its dtype")
-        part.load_state_dict(extra[name])
+        part.load_state_dict(saved[name])

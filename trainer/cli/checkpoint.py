@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trainer.checkpoint import choice, fsio, layout, retention
-from trainer.checkpoint.layout import CORRUPT_PREFIX
+from trainer.checkpoint.layout import ASIDE_PREFIXES
 from trainer.checkpoint.lock import RunLock
 from trainer.cli import listing
 from trainer.cli.arguments import CommandParser, Parser, as_command, at_least
@@ -98,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="keep the newest N, and the one that the pointer names",
     )
-    prune.add_argument("--corrupt", action="store_true", help="also delete damaged checkpoints")
+    prune.add_argument(
+        "--corrupt", action="store_true", help="also delete checkpoints that were set aside"
+    )
     prune.add_argument(
         "--yes",
         action="store_true",
@@ -203,7 +205,7 @@ def _prune(arguments: argparse.Namespace) -> int:
         leftovers = layout.leftovers(run_dir)
         if arguments.corrupt:
             leftovers += [
-                name for name in fsio.list_dir(run_dir) if name.startswith(CORRUPT_PREFIX)
+                name for name in fsio.list_dir(run_dir) if name.startswith(ASIDE_PREFIXES)
             ]
         to_delete = [*old, *(run_dir / name for name in leftovers)]
         sizes_bytes = {path: tree_bytes(path) for path in to_delete}

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.layout import (
-    CORRUPT_PREFIX,
+    ASIDE_PREFIXES,
     READING_PREFIX,
     STAGING_PREFIX,
     TRASH_PREFIX,
@@ -25,9 +25,9 @@ from trainer.tools.mirror import STATE
 
 RUNS_ROOT = Path("checkpoints")
 MAX_HASH_THREADS = 8
-LEFTOVERS = (STAGING_PREFIX, TRASH_PREFIX, CORRUPT_PREFIX, READING_PREFIX)
-"""Prefixes of an unfinished save or deletion, a damaged checkpoint, and the links of a reader
-(evaluate, mirror).
+LEFTOVERS = (STAGING_PREFIX, TRASH_PREFIX, READING_PREFIX, *ASIDE_PREFIXES)
+"""Prefixes of an unfinished save or deletion, the links of a reader (evaluate, mirror), and a
+checkpoint that was set aside.
 """
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,7 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
     record = run_dir / f".aborted_{node_rank}.json"
     last = {"step": -1, "in_a_row": 0} | read_object(record)
     step = _last_step(run_dir)
-    num_in_a_row = last["in_a_row"] + 1
-    if step > last["step"]:
-        num_in_a_row = 1
+    num_in_a_row = 1 if step > last["step"] else last["in_a_row"] + 1
     step = max(step, last["step"])
     if num_in_a_row < MAX_IN_A_ROW:
         with suppress(OSError):  # the next start reports a directory that cannot be written

@@ -204,8 +204,11 @@ def _outward_interfaces() -> dict[str, str]:
     """Return {address: interface}, without the loopback."""
     found: dict[str, str] = {}
     for name, entries in psutil.net_if_addrs().items():
-        internet = [entry.address for entry in entries if entry.family in (AF_INET, AF_INET6)]
-        addresses = {address.partition("%")[0] for address in internet}
+        addresses = {
+            entry.address.partition("%")[0]
+            for entry in entries
+            if entry.family in (AF_INET, AF_INET6)
+        }
         if not addresses & LOOPBACK:
             found |= dict.fromkeys(addresses, name)
     return found

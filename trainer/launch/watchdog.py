@@ -72,15 +72,17 @@ class Rank:
         return f"rank {self.number} (pid {self.process.pid}): {silence}, {self.condition}"
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Finds hung ranks and idle agents. The launcher polls `finds_hang` and `finds_idle_agent`
     every second.
     """
 
-    def __init__(self, status: Status, *, run_dir: Path, has_peers: bool) -> None:
-        self.status = status
-        self.run_dir = run_dir
-        self.has_peers = has_peers
+    status: Status
+    run_dir: Path
+    has_peers: bool
+
+    def __post_init__(self) -> None:
         self._ranks: dict[int, Rank] = {}
         self._polled_at = time.monotonic()
         self._ended_at = math.inf

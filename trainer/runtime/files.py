@@ -33,19 +33,15 @@ def regular_opener(
     def opener(path: str, mode_flags: int) -> int:
         descriptor = os.open(path, mode_flags | extra, 0o644)
         state = os.fstat(descriptor)
-        if stat.S_ISDIR(state.st_mode):
-            number = errno.EISDIR
-            text = os.strerror(errno.EISDIR)
-        elif not stat.S_ISREG(state.st_mode):
-            number = errno.EINVAL
-            text = "is not a regular file"
+        if not stat.S_ISREG(state.st_mode):
+            error = OSError(errno.EINVAL, "is not a regular file", path)
         elif limit_bytes is not None and state.st_size > limit_bytes:
-            number = errno.EFBIG
             text = f"has {state.st_size} bytes; at most {limit_bytes} are read"
+            error = OSError(errno.EFBIG, text, path)
         else:
             return descriptor
         os.close(descriptor)
-        raise OSError(number, text, str(path))
+        raise error
 
     return opener
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,8 +30,6 @@ MAX_LINE_BYTES = 2**26
 """A longer line is skipped, so that it cannot fill the memory."""
 MAX_FILE_BYTES = 2**34
 """No run writes more, and reading more would take hours."""
-MAX_WAITING_BYTES = 2**25
-"""Limit for lines that wait because they cannot be written. It holds more than 10,000 rows."""
 
 
 def strict(value: Any, *, nonfinite: Callable[[float], str | None] = str) -> Any:
@@ -45,7 +44,7 @@ def strict(value: Any, *, nonfinite: Callable[[float], str | None] = str) -> Any
         number = int(value) if isinstance(value, Integral) else float(value)
         return number if math.isfinite(number) else nonfinite(number)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = vars(value)
     if isinstance(value, Mapping):
         return {str(key): strict(item, nonfinite=nonfinite) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -83,6 +82,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dic
     return leaves
 
 
+@dataclass(eq=False)
 class JsonLines:
     """Reads a file of JSON objects. Each iteration yields (offset in bytes, object) of the lines
     added since the previous iteration.
@@ -92,16 +92,15 @@ class JsonLines:
     file has no lines. Raises `OSError` for anything but a regular file of at most `MAX_FILE_BYTES`.
     """
 
-    def __init__(self, path: Path, *, is_final: bool = False) -> None:
-        self._path = path
-        self._is_final = is_final
-        self._offset = 0
-        self.num_unparsed = 0
+    path: Path
+    is_final: bool = False
+    num_unparsed: int = 0
+    _offset: int = 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         with (
             suppress(FileNotFoundError),
-            open_regular(self._path, limit_bytes=MAX_FILE_BYTES) as file,
+            open_regular(self.path, limit_bytes=MAX_FILE_BYTES) as file,
         ):
             file.seek(self._offset)
             for start, line in self._lines(file):
@@ -120,7 +119,7 @@ class JsonLines:
         is_inside_long_line = False
         while line := file.readline(MAX_LINE_BYTES):
             is_part = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
-            if not (is_part or self._is_final or line.endswith(b"\n")):
+            if not (is_part or self.is_final or line.endswith(b"\n")):
                 return
             start = self._offset
             self._offset += len(line)
@@ -136,9 +135,8 @@ class AppendFile:
     lost if the process is killed.
 
     A background thread syncs the file every `SYNC_INTERVAL_S` and on request, so that callers never
-    wait for a slow disk. While the disk is full, lines wait in memory, at most `MAX_WAITING_BYTES`,
-    and are written in order when there is room. If the file is moved away or removed, the lines
-    continue in a new file at the path.
+    wait for a slow disk. While the disk is full, lines wait in memory and are written in order when
+    there is room. If the file is moved away or removed, the lines continue in a new file at the path.
 
     `is_guest`: another process owns the file. Only the owner cuts torn lines, because a guest may
     see a line that the owner is writing.
@@ -151,7 +149,6 @@ class AppendFile:
         self._is_guest = is_guest
         self._waiting: deque[bytes] = deque()
         self._is_failing = False
-        self._num_lost = 0
         self._syncing: Future[None] | None = None
         self._synced_at = time.monotonic()
         try:
@@ -180,7 +177,7 @@ class AppendFile:
         with suppress(TimeoutError):
             self._sync().result(CLOSE_TIMEOUT_S)
         os.close(self._descriptor)
-        if num_lost := self._num_lost + len(self._waiting):
+        if num_lost := len(self._waiting):
             logger.warning("%s lacks %d rows that could not be written", self._path, num_lost)
 
     def _open(self) -> int:
@@ -207,9 +204,6 @@ class AppendFile:
                     error,
                 )
             self._is_failing = True
-            while sum(map(len, self._waiting)) > MAX_WAITING_BYTES:
-                self._waiting.popleft()
-                self._num_lost += 1
             return
         self._is_failing = False
         if time.monotonic() - self._synced_at >= SYNC_INTERVAL_S:

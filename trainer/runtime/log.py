@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 from typing import IO, Any, TextIO
 
 LABEL_WIDTH = 12
@@ -17,6 +18,7 @@ LABEL_WIDTH = 12
 PROGRESS_INTERVAL_S = 10.0
 
 
+@dataclass(eq=False)
 class SafeStream:
     """A standard stream whose writes raise no error after a broken pipe, a full disk or a closed
     terminal.
@@ -25,32 +27,31 @@ class SafeStream:
     processes too.
     """
 
-    def __init__(self, stream: IO[str], *, reports_loss: bool) -> None:
-        self._stream = stream
-        self._reports_loss = reports_loss
+    stream: IO[str]
+    reports_loss: bool
 
     def write(self, text: str) -> int:
         try:
-            return self._stream.write(text)
+            return self.stream.write(text)
         except OSError as error:
             self._give_up(error)
         return len(text)
 
     def flush(self) -> None:
         try:
-            self._stream.flush()
+            self.stream.flush()
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
         with open(os.devnull, "wb") as null:
-            os.dup2(null.fileno(), self._stream.fileno())
-        self._stream.flush()  # drops the buffered text
-        if self._reports_loss:
+            os.dup2(null.fileno(), self.stream.fileno())
+        self.stream.flush()  # drops the buffered text
+        if self.reports_loss:
             say(f"stdout can no longer be written ({error.strerror}): its output is discarded\n")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 def escape_unprintable() -> None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import psutil
 
 T = TypeVar("T")
+GONE_WITHIN_S = 30.0
 
 
 def status_of(process: psutil.Process) -> str:
@@ -97,13 +98,13 @@ def begun(work: Callable[[], T], *, name: str | None = None) -> Future[T]:
     return answer
 
 
-def kill_tree(pid: int, *, limit_s: float = 30.0) -> None:
+def kill_tree(pid: int) -> None:
     """Kill a process and every process below it. All are stopped first, so that none starts
     another.
 
-    Waits until they are gone, at most `limit_s`.
+    Waits until they are gone, at most `GONE_WITHIN_S`.
     """
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + GONE_WITHIN_S
     seen: set[psutil.Process] = set()
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)

@@ -70,10 +70,11 @@ class Rollbacks:
     @property
     def skipped_steps(self) -> frozenset[int]:
         """Steps, counted from 1, that are not trained."""
-        skipped: set[int] = set()
-        for entry in self.entries:
-            skipped.update(range(entry.first_skipped, entry.last_skipped + 1))
-        return frozenset(skipped)
+        return frozenset(
+            step
+            for entry in self.entries
+            for step in range(entry.first_skipped, entry.last_skipped + 1)
+        )
 
     @property
     def discarded_nonces(self) -> frozenset[str]:
@@ -117,7 +118,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
         return dict(value)
-    return int(value) if isinstance(value, bool) else value
+    return value
 
 
 def _loaded(now: Any, saved: Any) -> Any:

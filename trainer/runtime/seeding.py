@@ -3,10 +3,13 @@
 import hashlib
 import os
 import random
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+
+from trainer.runtime.progress import MAIN
 
 
 def key(*parts: int | str) -> int:
@@ -40,21 +43,22 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True)
 class GeneratorState:
     """The states of torch's generators on `device`. Each step seeds these and all other generators
-    again.
+    again, so any rank's state will do when the number of ranks changes.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    device: torch.device
+    state_of: ClassVar = MAIN
 
     def state_dict(self) -> dict[str, Any]:
         state = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self._device)
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["cpu"])
-        if "cuda" in state and self._device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"], self._device)
+        if "cuda" in state and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self.device)
