@@ -92,8 +92,10 @@ def encoded(
         row = {"messages": row}
     record = json.loads(row) if isinstance(row, str) else row
     encoder = RowEncoder(tokenizer, PrepareOptions(keys, max_length=4096, **options))
-    [result] = encoder.encode([Row(Path("a.jsonl"), 1, record)])
-    return (str(result) if isinstance(result, UnusableError) else result), encoder.seen
+    try:
+        return encoder.encode(Row(Path("a.jsonl"), 1, record)), encoder.seen
+    except UnusableError as error:
+        return str(error), encoder.seen
 
 
 def sample_of(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Encoded:

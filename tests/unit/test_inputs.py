@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from source_files import NUM_ANSWERS, NUM_CHATS, TEMPLATE, answers, chats, words, write_sources
 from toy import VOCAB, write_model_config
@@ -77,13 +76,19 @@ def test_validation_rows_are_held_out_of_each_source_alike(files):
     ratio = "data.val_ratio=0.25"
     inputs = inputs_of(*words(files, chats(files, ",repeat:3"), answers(files)), ratio)
     assert inputs.validation is not None and inputs.validation.names == inputs.train.names
-    held_out = [source.indices for source in inputs.validation.sources]
-    assert [len(rows) for rows in held_out] == [3, 2]
-    assert inputs.validation.shares[0].repeat == 1, "a validation measures every row once"
-    for rows, source, count in zip(
-        held_out, inputs.train.sources, (NUM_CHATS, NUM_ANSWERS), strict=True
-    ):
-        assert sorted([*rows, *np.asarray(source.indices)]) == list(range(count))
+    assert [share.num_rows for share in inputs.validation.shares] == [3, 2]
+    assert [share.num_rows for share in inputs.train.shares] == [NUM_CHATS - 3, NUM_ANSWERS - 2]
+
+
+def test_keys_of_conversations_do_not_prepare_plain_text_again(files):
+    text = f"{{files:{files}/answers.jsonl,text_key:a}}"
+    given = words(files, chats(files), text)
+    others = ["data.turns=apart", "data.train_on=last", f"data.chat_template={files}/says.jinja"]
+    plain = inputs_of(*given)
+    changed = inputs_of(*given, *others, "data.apply_chat_template_kwargs={a: 1}")
+    sources = zip(plain.train.sources, changed.train.sources, strict=True)
+    is_same = [one.dataset.directory == other.dataset.directory for one, other in sources]
+    assert is_same == [False, True]
 
 
 @pytest.mark.parametrize(

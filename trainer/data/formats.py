@@ -122,14 +122,15 @@ class RowParser:
             key = self._keys.messages_key
             turns = _lookup(row.record, key)
             prompt = row.record.get("prompt")
-            if turns is None and not isinstance(prompt, str):
+            if turns is not None:
+                messages, _ = _from_turns(row.record, key, turns)
+            elif not isinstance(prompt, str):
                 raise
-        if turns is not None:
-            messages, _ = _from_turns(row.record, key, turns)
+            elif self._keys.text_key is not None or not self._tokenizer.chat_template:
+                return Continuation(prompt, "")
+            else:
+                messages = [_message("user", prompt)]
             return self._conversation(row.record, messages)
-        if self._keys.text_key is not None or not self._tokenizer.chat_template:
-            return Continuation(prompt, "")
-        return self._conversation(row.record, [_message("user", prompt)])
 
     def _recognised(self, row: Row) -> Recognised:
         """Try the formats in the order that docs/data.md lists. Raises `UnusableError`."""

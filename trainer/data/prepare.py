@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.chat import Result, RowEncoder
+from trainer.data.chat import RowEncoder
 from trainer.data.formats import columns_of
 from trainer.data.readers import RowBlock, iter_blocks
 from trainer.data.rows import PrepareOptions, Summary, UnusableError
@@ -74,10 +74,10 @@ def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> Prepa
     tokens = [np.zeros(0, dtype=TOKEN)]
     rows = list(block.rows())
     seen = encoder.seen
-    for row, result in zip(rows, encoder.encode(rows), strict=True):
+    for row in rows:
         place = {"file": str(row.file), "line": row.line}
         try:
-            samples, num_tokens, action = _fitted(encoder, result)
+            samples, num_tokens, action = _fitted(encoder, encoder.encode(row))
         except UnusableError as error:
             bad.append(place | {"reason": str(error), "excerpt": reprlib.repr(row.record)})
             seen.bad_rows_by_kind[str(error).partition(":")[0]] += 1
@@ -97,13 +97,11 @@ def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> Prepa
     return PreparedRows(np.concatenate(tokens), kept, bad, over_long, seen.take())
 
 
-def _fitted(encoder: RowEncoder, samples: Result) -> tuple[list[Encoded], int, str]:
+def _fitted(encoder: RowEncoder, samples: list[Encoded]) -> tuple[list[Encoded], int, str]:
     """Return (samples of at most `max_length` tokens, length of the longest sample before cutting,
     action). The action is `cut` or `dropped` for an over-long row, '' for any other row. Raises
     `UnusableError`.
     """
-    if isinstance(samples, UnusableError):
-        raise samples
     max_length = encoder.options.max_length
     truncation = encoder.options.truncation
     num_tokens = max(len(sample.input_ids) for sample in samples)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,10 +98,24 @@ def _iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             raise DataError(f"'{path}' cannot be read after line {number}: {error}") from error
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises `ValueError` for a repeated key, because only its last value
+    would be kept.
+    """
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has several values for the key {key!r}")
+    return record
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
 def _parsed(line: bytes) -> object:
     """Return the JSON value of a line, or an `UnusableError` with the reason why it has none."""
     try:
-        return json.loads(line.decode("utf-8"))
+        return DECODER.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return UnusableError(f"bad UTF-8: {error}")
     except (ValueError, RecursionError) as error:
@@ -112,7 +127,7 @@ def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
     with _open(path) as file:
         raw = file.read()
     try:
-        records = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+        records = DECODER.decode(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"'{path}' is not valid JSON: {error}.\n"
