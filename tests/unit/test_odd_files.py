@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoint_fakes import save, write_unfinished
 from processes import time_limit
+from sweeps import short_or_full
 
 from trainer.checkpoint import choice, finished, rollback
 from trainer.checkpoint.layout import FSDP_CONFIG
@@ -116,8 +117,10 @@ PARTS: dict[str, Callable[[Path], object]] = {
 """Of a start: they may raise what it exits with."""
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+PAIRS = [(name, kind) for name in NAMES for kind in KINDS]
+
+
+@pytest.mark.parametrize(("name", "kind"), short_or_full(PAIRS[::3], full=PAIRS))
 def test_no_odd_file_holds_a_command_up_or_crashes_it(run_dir, kind, name, capsys):
     (run_dir / name).unlink(missing_ok=True)
     KINDS[kind](run_dir / name)
