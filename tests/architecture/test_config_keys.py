@@ -20,8 +20,7 @@ from config_table import (
 )
 from test_floors import python_files
 
-from trainer.config import Config, TrainerConfig, keys_of
-from trainer.train.start.compose import load_config
+from trainer.config import Config, keys_of
 
 README = REPOSITORY / "README.md"
 PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(PAGE.parent.glob("*.md"))]
@@ -44,11 +43,6 @@ def test_recipes_of_the_package_follow_the_json_schema():
     validator = jsonschema.Draft202012Validator(json.loads(schema_text()))
     for path in SHEET.parent.rglob("*.yaml"):
         validator.validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def test_the_file_is_read_back_as_the_defaults_of_the_schema():
-    default_dir = TrainerConfig(default_local_dir="checkpoints/sft/quickstart")
-    assert load_config([]) == Config(trainer=default_dir)
 
 
 def test_no_key_is_dead():

@@ -46,8 +46,6 @@ def json_calls(text: str) -> list[object]:
 
 
 LINES: dict[bytes, str] = {
-    b'{"messages": [], "messages": []}': "broken JSON: an object has several values for the key "
-    "'messages'",
     b"\x00\x01\x02\x03": "broken JSON: ",
     b'{"messages": [': "broken JSON: Expecting value: line 1 column 15",
     b'{"messages": "\xff"}': "bad UTF-8: ",
@@ -100,6 +98,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "rows.jsonl.zst": (MANY, "cannot be read after line 0: "),
     "none.jsonl": (b"\n\n", "no row to train on in "),
     "object.json": (b'{"a": 1}', "is not an array of objects.\nFix: make it an array"),
+    "twice.json": (b'[{"a": {"b": 1, "b": 2}}]', "an object has several values for the key 'b'"),
     "torn.json": (b'[\n{"a": 1},\n', "is not valid JSON: Expecting value: line 3"),
     "torn.parquet": (parquet(text=["a"])[:-5], "cannot be read as parquet after row 0"),
     "columns.parquet": (

@@ -187,6 +187,22 @@ def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told():
     assert marked(ASK, ONE, template=opens) == [f"{FIRST}[[one<|im_end|>]]\n"]
 
 
+CALLS_WITHOUT_TEXT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% if m.content is none %}{{ m.tool_calls[0].function | tojson }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+
+def test_a_turn_after_a_call_whose_text_is_null_is_rendered():
+    """It crashed where the turn does not begin as its prompt ends."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    [text] = marked(ASK, calling, ONE, template=CALLS_WITHOUT_TEXT)
+    assert text.endswith("<|im_start|>assistant\n[[one<|im_end|>]]\n")
+
+
 @pytest.mark.parametrize(
     ("truncation", "found"), [("right", (2, 1, 0)), ("left", (3, 1, 0)), ("drop", (1, 0, 1))]
 )

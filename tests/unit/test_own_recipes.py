@@ -32,7 +32,7 @@ def test_a_file_stands_between_the_defaults_and_the_words():
 def test_a_name_like_1_0_stays_as_it_is_written():
     """It was read as the number 10."""
     text = "trainer: {experiment_name: 1_0}\ndata: {train_files: [{files: a, name: 2_0}], max_length: 1_024}"
-    words = ["trainer.experiment_name=1_0", "data.train_files=[{files:a,name:2_0}]"]
+    words = ["trainer.experiment_name=1_0", "data.train_files=[{files:a,name: 2_0}]"]
     for given in ([f"experiment={write('own.yaml', text)}"], [*words, "data.max_length=1_024"]):
         config = load_config(given)
         [source] = sources_of(config.data, "train_files")

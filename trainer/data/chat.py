@@ -78,7 +78,6 @@ class RowEncoder:
         answer. Raises `UnusableError`.
         """
         item = self._parser.question(row)
-        lead: list[int] = []
         if isinstance(item, Conversation):
             template = self._template(item.tools)
             messages = [template.with_arguments(message) for message in item.messages]
@@ -88,14 +87,13 @@ class RowEncoder:
         elif isinstance(item, Continuation):
             text = item.prompt
             answer = self._without_end(item.text)
-            lead, _ = self._text_ends
         else:
             raise UnusableError("no question: the row holds tokens")
         if not text:
             raise UnusableError("no question: the row has nothing before its answer")
         ids = self._finder.ids(text)
-        if ids[: len(lead)] != lead:
-            ids = lead + ids
+        if isinstance(item, Continuation):
+            ids = self._begun(ids)
         return Prompt(text, ids, answer or None)
 
     def _parts(self, item: Conversation) -> Sequence[Part]:
@@ -154,15 +152,19 @@ class RowEncoder:
         require_unicode(whole)
         if self.options.special_in_content == "error":
             self._special.require_none({"the text": whole})
-        lead, end_id = self._text_ends
+        _, end_id = self._text_ends
         self.seen.end_token_ids.add(end_id)
         span = len(item.prompt), len(whole)
-        found, ((num_prompt, _),) = self._located(MarkedText(whole, [span]))
-        ids = found.tolist()
-        if ids[: len(lead)] == lead:
-            lead = []
-        input_ids = np.array([*lead, *ids, end_id], dtype=np.int32)
-        return Encoded(input_ids, np.arange(len(input_ids)) >= len(lead) + num_prompt)
+        found, [(first, end)] = self._located(MarkedText(whole, [span]))
+        ids = [*self._begun(found.tolist()), end_id]
+        num_trained = end - first + 1
+        loss_mask = np.arange(len(ids)) >= len(ids) - num_trained
+        return Encoded(np.array(ids, dtype=np.int32), loss_mask)
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """Return the ids of a text after those that the tokenizer puts before it."""
+        lead, _ = self._text_ends
+        return ids if ids[: len(lead)] == lead else lead + ids
 
     def _without_end(self, text: str) -> str:
         return text.removesuffix(str(self.tokenizer.eos_token))

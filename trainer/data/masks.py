@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from trainer.data.formats import Message
@@ -38,7 +39,7 @@ class Renderings:
         self.turns = [
             index for index, message in enumerate(messages) if message["role"] == "assistant"
         ]
-        self._made: dict[tuple[int, bool], tuple[str, list[Span]]] = {}
+        self._rendered = cache(self._render)
 
     def divide(self, trained: list[int], mode: str, seen: Summary) -> list[Part]:
         """Return the samples that supervise the turns `trained`. `mode` is the value of
@@ -79,18 +80,15 @@ class Renderings:
 
     # Renderings
 
-    def _rendered(self, num_messages: int, *, prompt: bool = False) -> tuple[str, list[Span]]:
+    def _render(self, num_messages: int, *, prompt: bool = False) -> tuple[str, list[Span]]:
         """Render the first `num_messages` messages. With `prompt`, add the generation prompt, as a
         server does. Return the text, and the spans inside generation tags.
         """
-        key = num_messages, prompt
-        if key not in self._made:
-            messages = self._messages[:num_messages]
-            text, tagged = self._template.render(messages, self._tools, prompt=prompt)
-            if num_messages - 1 in self.turns and not prompt:
-                text += self._template.end_after(messages[-1])
-            self._made[key] = text, tagged
-        return self._made[key]
+        messages = self._messages[:num_messages]
+        text, tagged = self._template.render(messages, self._tools, prompt=prompt)
+        if num_messages - 1 in self.turns and not prompt:
+            text += self._template.end_after(messages[-1])
+        return text, tagged
 
     def _upto(self, num_messages: int, *, prompt: bool = False) -> str:
         text, _ = self._rendered(num_messages, prompt=prompt)
@@ -259,8 +257,9 @@ class Renderings:
         if not index or not header:
             return None
         last = self._messages[index - 1]
-        content = last["content"].rstrip()
-        changed = {**last, "content": content + MARK + last["content"][len(content) :]}
+        text = last["content"] or ""
+        content = text.rstrip()
+        changed = {**last, "content": content + MARK + text[len(content) :]}
         messages = [*self._messages[: index - 1], changed, self._messages[index]]
         marked, _ = self._template.render(messages, self._tools)
         before, _, after = marked.partition(MARK)

@@ -119,8 +119,8 @@ def _parse_override(word: str) -> dict[str, Any]:
     if "=" not in word or word.startswith(("-", "~")):
         raise ConfigError(f"'{word}' is not of the form key=value{SEE_HELP}")
     quoted = re.sub(
-        rf"""('[^']*'|"[^"]*")|(?<=[=:,\[])({UNDERSCORED})(?=[,\]}}]|$)""",
-        lambda found: found[1] or f"'{found[2]}'",
+        rf"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|([=:,\[]\s*)({UNDERSCORED})(?=\s*(?:[,\]}}]|$))""",
+        lambda found: found[1] or f"{found[2]}'{found[3]}'",
         word.lstrip("+"),
     )
     try:
