@@ -32,9 +32,8 @@ def chat(*answers: str, system: bool = False) -> list[dict[str, Any]]:
 
 
 def reason(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    found, _ = encoded(messages, make_tokenizer(template), turns="together", **options)
-    assert isinstance(found, str)
-    return found
+    [why] = supervised(messages, make_tokenizer(template), turns="together", **options)
+    return why
 
 
 CHATML_LIKE = {

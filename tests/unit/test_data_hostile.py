@@ -65,6 +65,7 @@ LINES: dict[bytes, str] = {
     "'alien'",
     b'{"conversations": [{"from": "function_call", "value": "f("}]}': "broken tool_calls: "
     "function_call in message 1",
+    b'{"instruction": "a", "input": 0, "output": "b"}': "wrong content type: 'input' is int",
     b'{"instruction": "a", "output": null}': "wrong content type: 'output' is null",
     chat(None): "message not an object: message 1 is null",
     chat({"role": ["user"], "content": "hi"}): "unknown role: message 1 has role ['user']",

@@ -23,7 +23,7 @@ from trainer.data.chat import RowEncoder
 from trainer.data.rows import PrepareOptions, Row
 from trainer.data.tokens import Encoded
 
-NUM_CONVERSATIONS = 25
+NUM_CONVERSATIONS = 12
 WORDS = [
     "hello",
     "4",

@@ -31,13 +31,19 @@ def test_a_file_stands_between_the_defaults_and_the_words():
 
 def test_a_name_like_1_0_stays_as_it_is_written():
     """It was read as the number 10."""
-    text = "trainer: {experiment_name: 1_0}\ndata: {train_files: [{files: a, name: 2_0}], max_length: 1_024}"
-    words = ["trainer.experiment_name=1_0", "data.train_files=[{files:a,name: 2_0}]"]
-    for given in ([f"experiment={write('own.yaml', text)}"], [*words, "data.max_length=1_024"]):
+    trainer = "trainer: {experiment_name: 1_0, project_name: 010}"
+    data = "data: {train_files: [{files: a, name: 2_0}], max_length: 1_024}"
+    recipe = write("own.yaml", f"{trainer}\n{data}")
+    words = [
+        "trainer.experiment_name=1_0",
+        "trainer.project_name=010",
+        "data.train_files=[{files:a,name: 2_0}]",
+    ]
+    for given in ([f"experiment={recipe}"], [*words, "data.max_length=1_024"]):
         config = load_config(given)
         [source] = sources_of(config.data, "train_files")
-        found = config.trainer.experiment_name, source.name, config.data.max_length
-        assert found == ("1_0", "2_0", 1024)
+        names = config.trainer.experiment_name, config.trainer.project_name, source.name
+        assert (*names, config.data.max_length) == ("1_0", "010", "2_0", 1024)
 
 
 def test_conf_of_the_working_directory_goes_before_ours():

@@ -317,7 +317,8 @@ def _from_turns(record: Record, key: str, turns: Any) -> tuple[list[Any], tuple[
 
 
 def _system(record: Record) -> list[Message]:
-    return [_message("system", record["system"])] if record.get("system") else []
+    text = record.get("system")
+    return [] if text in (None, "") else [_message("system", text)]
 
 
 def _from_sharegpt(turn: Any, where: str) -> Message:
@@ -354,7 +355,7 @@ def _from_alpaca(record: Record) -> list[Any]:
             )
         messages += [_message("user", turn[0]), _message("assistant", turn[1])]
     prompt = _text(record["instruction"], "'instruction'")
-    if record.get("input"):
+    if record.get("input") not in (None, ""):
         prompt = "\n".join(filter(None, [prompt, _text(record["input"], "'input'")]))
     return messages + _from_pair(prompt, record["output"], "instruction", "output")
 

@@ -210,13 +210,13 @@ def write_samples(
     encoder: RowEncoder,
     files: list[Path],
     options: PrepareOptions,
-    progress: Callable[[], None],
+    progress: Callable[[int], None],
 ) -> Summary:
     """Prepare all rows of `files` in order. Append the samples, and lists of bad and over-long
     rows, to files in `directory`. Return counts of the rows.
 
-    `progress` is called after each block. If bad rows are errors, reading stops after a first block
-    without a good row.
+    `progress` is called with the number of samples after each block. If bad rows are errors,
+    reading stops after a first block without a good row.
     """
     summary = Summary()
     # of the ids, masks and bounds of all samples in order
@@ -237,7 +237,7 @@ def write_samples(
             arrays = part.tokens & ~SUPERVISED, part.tokens < 0, part.samples["end"]
             for digest, array in zip(digests, arrays, strict=True):
                 digest.update(array.tobytes())
-            progress()
+            progress(summary.num_samples)
             if options.on_bad_row == "error" and summary.num_bad_rows == summary.num_rows:
                 break
     joined = "".join(digest.hexdigest() for digest in digests)

@@ -37,8 +37,15 @@ IMPLEMENTATIONS: dict[str, Mapping[str, object]] = {
     "trainer.logger": BACKENDS,
 }
 """Keys whose values are names in a dictionary of implementations."""
-UNDERSCORED = r"[+-]?\d[\d.]*_[\d._]*"
-"""A number such as 1_0. It stays text, because a name may be meant; keys of numbers convert it."""
+NAME_OR_NUMBER = r"[+-]?\d[\d.]*_[\d._]*|0\d+|\d+(?::\d+)+"
+"""Text that hydra or YAML would read as a number, although a name may be meant: 1_0 as 10, 010 as 8,
+1:30 as 90. It stays text; keys whose values are numbers convert it.
+"""
+UNQUOTED = re.compile(
+    r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
+    rf"""|(^[\w.]+=|[\[,]\s*|[{{,]\s*\w+:\s*)({NAME_OR_NUMBER})(?=\s*(?:[,\]}}]|$))"""
+)
+"""In an override: quoted text (1), or such a number (3) and what is before it (2)."""
 USAGE = f"""usage: {call("train [N] [key=value ...]")}
   N                      ranks on this machine; default: the number of GPUs, else 2
   key=value              any key of conf/sft.yaml
@@ -118,11 +125,7 @@ def _parse_override(word: str) -> dict[str, Any]:
         )
     if "=" not in word or word.startswith(("-", "~")):
         raise ConfigError(f"'{word}' is not of the form key=value{SEE_HELP}")
-    quoted = re.sub(
-        rf"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|([=:,\[]\s*)({UNDERSCORED})(?=\s*(?:[,\]}}]|$))""",
-        lambda found: found[1] or f"{found[2]}'{found[3]}'",
-        word.lstrip("+"),
-    )
+    quoted = UNQUOTED.sub(lambda found: found[1] or f"{found[2]}'{found[3]}'", word.lstrip("+"))
     try:
         (override,) = OverridesParser.create().parse_overrides([quoted])
     except OverrideParseException as error:
@@ -200,7 +203,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _harmless(text: str) -> str:
-    """Return a recipe in which numbers with underscores are quoted. Refuse a recipe that could
+    """Return a recipe in which text that may be a name is quoted (`NAME_OR_NUMBER`). Refuse a recipe that could
     exhaust the machine or reveal a secret.
 
     Aliases of aliases grow without bound, and the parser takes minutes for deep nesting.
@@ -225,7 +228,7 @@ def _harmless(text: str) -> str:
         if depth > MAX_RECIPE_DEPTH:
             raise ConfigError(f"{place}: more than {MAX_RECIPE_DEPTH} levels of nesting")
         is_text = isinstance(event, yaml.ScalarEvent)
-        if is_text and event.implicit[0] and re.fullmatch(UNDERSCORED, event.value):
+        if is_text and event.implicit[0] and re.fullmatch(NAME_OR_NUMBER, event.value):
             start = event.start_mark.index
             pieces.append(text[copied:start])
             pieces.append(f"'{event.value}'")
