@@ -44,12 +44,10 @@ def run(
     **more: Any,
 ) -> TokenDataset:
     tokenizer = make_tokenizer(template)
-    paths = [files] if isinstance(files, Path) else files
-    digest = tokenizer_digest(tokenizer)
     return prepare(
-        paths,
+        [files] if isinstance(files, Path) else files,
         tokenizer=tokenizer,
-        tokenizer_digest=digest,
+        tokenizer_digest=tokenizer_digest(tokenizer),
         options=options,
         cache_dir=cache,
         **more,
@@ -125,9 +123,10 @@ def parsed(row: Any, keys: RowKeys = CHATS) -> Item | UnusableError:
     read from a file.
     """
     record = json.loads(row) if isinstance(row, str) else row
-    read = row if isinstance(row, Row) else Row(Path("a.jsonl"), 7, record)
+    if not isinstance(row, Row):
+        row = Row(Path("a.jsonl"), 7, record)
     try:
-        return RowParser(keys, make_tokenizer(None), Summary()).parse(read)
+        return RowParser(keys, make_tokenizer(None), Summary()).parse(row)
     except UnusableError as error:
         return error
 

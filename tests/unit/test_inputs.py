@@ -4,12 +4,13 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from source_files import NUM_ANSWERS, NUM_CHATS, TEMPLATE, answers, chats, words, write_sources
 from toy import VOCAB, write_model_config
 
-from trainer.data.chat import RowEncoder
+from trainer.data import token_cache
 from trainer.errors import DataError
 from trainer.quickstart import MODEL_DIR
 from trainer.train.start import main
@@ -56,19 +57,14 @@ def test_a_variable_that_a_template_does_not_read_is_named(files, caplog):
 
 
 def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(files, monkeypatch):
-    made: list[RowEncoder] = []
-    init = RowEncoder.__init__
-    monkeypatch.setattr(
-        RowEncoder,
-        "__init__",
-        lambda self, *args, **more: (made.append(self), init(self, *args, **more))[1],
-    )
+    written = Mock(wraps=token_cache.write_samples)
+    monkeypatch.setattr(token_cache, "write_samples", written)
     alone = inputs_of(f"data.train_files={files}/chats.jsonl", *words(files, chats(files))[1:])
     as_source = inputs_of(*words(files, chats(files)))
-    assert len(made) == 1 and as_source.train.fingerprint == alone.train.fingerprint
+    assert written.call_count == 1 and as_source.train.fingerprint == alone.train.fingerprint
     both = inputs_of(*words(files, chats(files), answers(files)))
     again = inputs_of(*words(files, chats(files, ",repeat:0.5,name:other"), answers(files)))
-    assert len(made) == 2, "each once, whatever stands beside it and however often it is trained"
+    assert written.call_count == 2, "each once, whatever is beside it"
     assert len({inputs.train.fingerprint for inputs in (alone, both, again)}) == 3
 
 
