@@ -187,6 +187,19 @@ def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told():
     assert marked(ASK, ONE, template=opens) == [f"{FIRST}[[one<|im_end|>]]\n"]
 
 
+SHOUTS_LATER = fixtures.CHATML.replace(
+    "message['content'] +",
+    "(message['content'] if loop.last or message['role'] == 'user' else message['content'] | upper) +",
+)
+
+
+def test_a_turn_that_is_rewritten_in_the_same_length_is_a_sample_of_its_own():
+    assert marked(ASK, ONE, ASK, TWO, template=SHOUTS_LATER) == [
+        f"{FIRST}[[one<|im_end|>]]\n",
+        f"{FIRST}ONE<|im_end|>\n{FIRST}[[two<|im_end|>]]\n",
+    ]
+
+
 CALLS_WITHOUT_TEXT = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
     "{% if m.content is none %}{{ m.tool_calls[0].function | tojson }}{% endif %}"
