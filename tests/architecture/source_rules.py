@@ -4,6 +4,7 @@ is wrong`).
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 CORE = "errors config runtime tracking quickstart data model optim checkpoint train"
@@ -41,13 +42,19 @@ def module_name(relative_path: str) -> str:
     return relative_path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
+@cache
+def tree_of(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def imports_of(module: str, source: str, known: Iterable[str]) -> list[tuple[str, int]]:
     """(target, line) of every import of a file, inside functions too; `from package import name`
     means `package.name` where that is one of the `known` modules. Implied imports of parent
     packages do not count.
     """
-    nodes = ast.walk(ast.parse(source))
-    return [(t, node.lineno) for node in nodes for t in _targets(node, module, set(known))]  # type: ignore[attr-defined]
+    names = set(known)
+    nodes = ast.walk(tree_of(source))
+    return [(t, node.lineno) for node in nodes for t in _targets(node, module, names)]  # type: ignore[attr-defined]
 
 
 def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
@@ -107,7 +114,7 @@ def device_waits(source: str) -> list[tuple[str, int]]:
     """(qualified function, line) of every call that makes the host wait for the device."""
     return [
         (owner, node.lineno)
-        for owner, node in _with_owner(ast.parse(source))
+        for owner, node in _with_owner(tree_of(source))
         if _is_device_wait(node)
     ]
 
@@ -140,7 +147,7 @@ def _with_owner(tree: ast.AST, owner: str = "<module>") -> Iterator[tuple[str, a
 def unsafe_loads(name: str, source: str) -> list[str]:
     """Calls that would run what a file says: pickles, and code that comes with a model."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if reason := _unsafe(node):
             found.append(f"{name}:{getattr(node, 'lineno', 0)}: {reason}")
     return found
@@ -170,7 +177,7 @@ def attributes_read(source: str) -> set[str]:
     """
     return {
         f"{_dotted(node.value).rpartition('.')[2]}.{node.attr}"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(source))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
 

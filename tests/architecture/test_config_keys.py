@@ -20,8 +20,7 @@ from config_table import (
 )
 from test_floors import python_files
 
-from trainer.config import Config, TrainerConfig, keys_of
-from trainer.train.start.compose import load_config
+from trainer.config import Config, keys_of
 
 README = REPOSITORY / "README.md"
 PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(PAGE.parent.glob("*.md"))]
@@ -40,15 +39,10 @@ def test_the_json_schema_says_what_the_declarations_say():
     assert SCHEMA.read_text(encoding="utf-8") == schema_text(), REWRITE
 
 
-@pytest.mark.parametrize("path", sorted(SHEET.parent.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_recipes_of_the_package_follow_the_json_schema(path):
-    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    jsonschema.validate(recipe, json.loads(SCHEMA.read_text(encoding="utf-8")))
-
-
-def test_the_file_is_read_back_as_the_defaults_of_the_schema():
-    default_dir = TrainerConfig(default_local_dir="checkpoints/sft/quickstart")
-    assert load_config([]) == Config(trainer=default_dir)
+def test_recipes_of_the_package_follow_the_json_schema():
+    validator = jsonschema.Draft202012Validator(json.loads(schema_text()))
+    for path in SHEET.parent.rglob("*.yaml"):
+        validator.validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def test_no_key_is_dead():

@@ -57,9 +57,7 @@ STEP_FILES = (
     "trainer/runtime/seeding.py",
 )
 ALLOWED_WAITS = {
-    "trainer/data/batch.py:PackedBatch.of": "on the host, before a batch is moved to its device",
-    "trainer/data/batch.py:PackedBatch.share": "in a worker of the loader: the tensors lie in host "
-    "memory",
+    "trainer/data/batch.py:_supervised": "on the host, before a batch is moved to its device",
     "trainer/data/batch.py:PackedBatch.__getstate__": "in a worker of the loader: the tensors lie in "
     "host memory",
     "trainer/model/expert_exchange.py:ExpertExchange.send": "the number of rows that other ranks send "

@@ -6,6 +6,8 @@
 import ast
 from pathlib import Path
 
+from source_rules import tree_of
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRIVATE = {
     "torch.distributed.tensor._utils": (
@@ -66,7 +68,7 @@ MOST = 40
 def uses() -> set[str]:
     """Return private modules and names of libraries that the code imports or uses."""
     paths = (REPOSITORY / "trainer").rglob("*.py")
-    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    nodes = [node for path in paths for node in ast.walk(tree_of(path.read_text("utf-8")))]
     own = set()
     found = set()
     for node in nodes:

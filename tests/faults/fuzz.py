@@ -65,7 +65,7 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
         from trainer.data.chat import RowEncoder
         from trainer.data.formats import columns_of
         from trainer.data.readers import iter_rows
-        from trainer.data.rows import PrepareOptions
+        from trainer.data.rows import PrepareOptions, UnusableError
         from trainer.errors import CannotWriteError, DataError, ResumableError
         from trainer.model.weight_files import weight_files
         from trainer.model.weights import stored_in
@@ -101,9 +101,10 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
             return
         parse_manifest(forged, step=4)
 
-    def rows(path: Path) -> None:
-        for _ in encoder.encode(iter_rows(path, columns_of(options.keys))):
-            pass
+    def rows(path: Path, encoder: RowEncoder = encoder) -> None:
+        for row in iter_rows(path, columns_of(options.keys)):
+            with contextlib.suppress(UnusableError):
+                encoder.encode(row)
 
     def template(data: bytes, directory: Path) -> None:
         tokenizer = make_tokenizer(data.decode(errors="replace"))
@@ -112,8 +113,7 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
             '{"messages": [{"role": "user", "content": "a"}, '
             '{"role": "assistant", "content": "b"}]}\n'
         )
-        for _ in RowEncoder(tokenizer, options).encode(iter_rows(path, ())):
-            pass
+        rows(path, RowEncoder(tokenizer, options))
 
     def run_directory(name: str) -> Target:
         """A run with a checkpoint and one file of fuzzed bytes, as a start and a rotation see it."""

@@ -11,13 +11,11 @@ ROWS = [drawn(seed) for seed in range(40)]
 SHORT = [
     next(row for row in map(drawn, count()) if chosen.items() <= row.items())
     for chosen in (
-        {"trained": "all", "states": "bfloat16 parameters"},
-        {"trained": "lora", "states": "bfloat16"},
-        {"trained": "some", "states": "float32"},
+        {"trained": "all", "states": "float32", "experts": "2"},
+        {"trained": "some", "states": "bfloat16 parameters", "length": "steps"},
         {"trained": "lora on nf4", "states": "float32"},
-        {"trained": "lora and ends", "states": "float32"},
+        {"trained": "lora and ends", "states": "bfloat16", "length": "steps"},
         {"trained": "lora on experts", "states": "float32"},
-        {"experts": "2", "states": "float32"},
     )
 ]
 

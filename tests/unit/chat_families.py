@@ -9,6 +9,8 @@ import tokenizer_fixtures as fixtures
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from trainer.train.start.preflight import read_chat_template
+
 
 @dataclass(frozen=True)
 class Family:
@@ -186,6 +188,9 @@ def gpt_oss_turn(message: dict[str, Any]) -> str:
 IM_END = ("<|im_end|>",)
 NO_THINKING = {"enable_thinking": False}
 FAMILIES = {
+    "our chatml": Family(str(read_chat_template("chatml")), IM_END, together=True),
+    "our llama 3": Family(str(read_chat_template("llama3")), ("<|eot_id|>",), together=True),
+    "our plain": Family(str(read_chat_template("plain")), ("</s>",), tools=False, together=True),
     "chatml": Family(CHATML, IM_END, together=True),
     "chatml with tags": Family(CHATML_TAGGED, IM_END, together=True),
     "llama 3": Family(LLAMA3, ("<|eot_id|>", "<|eom_id|>"), together=True),

@@ -44,12 +44,10 @@ def run(
     **more: Any,
 ) -> TokenDataset:
     tokenizer = make_tokenizer(template)
-    paths = [files] if isinstance(files, Path) else files
-    digest = tokenizer_digest(tokenizer)
     return prepare(
-        paths,
+        [files] if isinstance(files, Path) else files,
         tokenizer=tokenizer,
-        tokenizer_digest=digest,
+        tokenizer_digest=tokenizer_digest(tokenizer),
         options=options,
         cache_dir=cache,
         **more,
@@ -92,8 +90,10 @@ def encoded(
         row = {"messages": row}
     record = json.loads(row) if isinstance(row, str) else row
     encoder = RowEncoder(tokenizer, PrepareOptions(keys, max_length=4096, **options))
-    [result] = encoder.encode([Row(Path("a.jsonl"), 1, record)])
-    return (str(result) if isinstance(result, UnusableError) else result), encoder.seen
+    try:
+        return encoder.encode(Row(Path("a.jsonl"), 1, record)), encoder.seen
+    except UnusableError as error:
+        return str(error), encoder.seen
 
 
 def sample_of(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Encoded:
@@ -123,9 +123,10 @@ def parsed(row: Any, keys: RowKeys = CHATS) -> Item | UnusableError:
     read from a file.
     """
     record = json.loads(row) if isinstance(row, str) else row
-    read = row if isinstance(row, Row) else Row(Path("a.jsonl"), 7, record)
+    if not isinstance(row, Row):
+        row = Row(Path("a.jsonl"), 7, record)
     try:
-        return RowParser(keys, make_tokenizer(None), Summary()).parse(read)
+        return RowParser(keys, make_tokenizer(None), Summary()).parse(row)
     except UnusableError as error:
         return error
 

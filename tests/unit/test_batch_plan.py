@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from trainer.config import ConfigError
-from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
-from trainer.runtime.progress import Position
+from trainer.data.batch_plan import (
+    START,
+    Limits,
+    RankPlan,
+    Schedule,
+    Share,
+    permuted,
+    rows_at,
+)
 
 NUM_CASES = 100
 
@@ -64,28 +71,43 @@ def test_a_sample_longer_than_the_limit_is_refused():
     RankPlan(0, 2, Limits(9, None), 0.0).deal(lengths)
 
 
-def test_order_depends_on_seed_and_epoch_and_the_batch_size_only_cuts_it():
-    def order(seed: int, epoch: int) -> list[int]:
-        return Schedule((Share(50),), 50, seed=seed).rows(epoch + 1).tolist()
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 9, 10, 17, 1009])
+def test_every_place_has_one_row_and_every_row_one_place(size):
+    found = permuted(np.arange(size), size, 7)
+    assert found.dtype == np.int64 and sorted(found) == list(range(size))
+    assert [int(permuted(np.array([place]), size, 7)[0]) for place in range(size)] == found.tolist()
 
-    assert len({str(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1, 2)}) == 6
+
+def test_rows_come_in_the_order_that_earlier_checkpoints_began():
+    assert permuted(np.arange(12), 12, 7).tolist() == [11, 0, 6, 10, 4, 1, 7, 8, 2, 9, 3, 5]
+    large = [9168611, 68877121, 56154411, 15819086, 34597115]
+    assert permuted(np.arange(5), 10**8, 3).tolist() == large
+    _, rows = rows_at(np.arange(8), (Share(8),), seed=1, epoch=0)
+    assert rows.tolist() == [1, 7, 4, 2, 3, 0, 5, 6]
+
+
+def test_each_seed_and_epoch_has_an_order_and_the_batch_size_only_cuts_it():
+    batches = [(seed, epoch) for seed in (1, 2) for epoch in (0, 1, 2)]
+    orders = [Schedule((Share(50),), 50, seed).rows(epoch + 1).tolist() for seed, epoch in batches]
+    assert len(set(map(tuple, orders))) == 6
     small = [Schedule((Share(50),), 7, seed=1).rows(step) for step in range(1, 9)]
-    assert np.concatenate(small).tolist() == order(1, 0)
+    assert np.concatenate(small).tolist() == orders[0]
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 8, 24])
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 30])
 def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(num_samples, batch_size):
-    whole = Schedule((Share(num_samples),), batch_size, seed=2)
+    shares = (Share(num_samples),)
+    whole = Schedule(shares, batch_size, seed=2)
     total_steps = whole.steps_until(3)
     assert total_steps == 3 * whole.steps_per_epoch
     epoch = [whole.rows(step) for step in range(1, whole.steps_per_epoch + 1)]
     assert {len(batch) for batch in epoch[:-1]} <= {batch_size}
     assert sorted(np.concatenate(epoch)) == list(range(num_samples))
     for step in range(total_steps):
-        again = Schedule((Share(num_samples),), batch_size, seed=2, start=whole.position(step))
+        again = Schedule(shares, batch_size, seed=2, start=whole.position(step))
         assert again.steps_until(3) == total_steps
-        for later in {step, min(step + 1, total_steps - 1), total_steps - 1}:
+        for later in {step, total_steps - 1}:
             assert again.position(later) == whole.position(later)
             assert np.array_equal(again.rows(later + 1), whole.rows(later + 1))
 
@@ -102,17 +124,13 @@ def test_a_long_sample_costs_what_its_sliding_window_leaves():
 def test_the_first_epoch_goes_from_short_to_long_and_later_ones_are_shuffled():
     lengths = np.random.default_rng(3).integers(1, 6, 30)
     shares = (Share(20), Share(10, repeat=1.5))
-
-    def schedule(start: Position = START) -> Schedule:
-        return Schedule(shares, 7, 2, start, "short_first_epoch", lengths)
-
-    whole = schedule()
     plain = Schedule(shares, 7, 2)
-    batches = [whole.rows(step) for step in range(1, 11)]
-    first = np.concatenate(batches[:5])
-    second = np.concatenate(batches[5:])
-    assert (np.diff(lengths[first]) >= 0).all()
-    assert sorted(first) == sorted(np.concatenate([plain.rows(step) for step in range(1, 6)]))
-    assert second.tolist() == np.concatenate([plain.rows(step) for step in range(6, 11)]).tolist()
-    for step in range(10):
-        assert np.array_equal(schedule(whole.position(step)).rows(step + 1), batches[step])
+    whole = Schedule(shares, 7, 2, START, "short_first_epoch", lengths)
+    shuffled = [plain.rows(step).tolist() for step in range(1, 11)]
+    batches = [whole.rows(step).tolist() for step in range(1, 11)]
+    first = list(itertools.chain(*batches[:5]))
+    assert lengths[first].tolist() == sorted(lengths[first])
+    assert sorted(first) == sorted(itertools.chain(*shuffled[:5]))
+    assert batches[5:] == shuffled[5:]
+    resumed = Schedule(shares, 7, 2, whole.position(3), "short_first_epoch", lengths)
+    assert resumed.rows(4).tolist() == batches[3]

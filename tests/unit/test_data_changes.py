@@ -1,9 +1,10 @@
-"""Files of rows that change while they are prepared, and prepared tokens that change while they
-are mapped.
+"""Files of rows that change while they are prepared, and prepared tokens that are damaged before a
+run or change during it.
 """
 
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from prepared import good_rows, run, run_rows, write_rows
 
-from trainer.data import readers
+from trainer.data import readers, token_cache
 from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.data.prepare import ROWS, TOKENS
@@ -22,68 +23,62 @@ NUM_ROWS = 30
 PLAN = RankPlan(0, 1, Limits(None, None), 0.01)
 
 
-def overwrite(path: Path) -> None:
-    """Put other rows of the same length into the same file."""
-    rows = path.read_bytes().replace(b"answer", b"ANSWER")
+def flip(path: Path) -> None:
+    """Change one bit in the same file."""
     with path.open("r+b") as file:
-        file.write(rows)
+        content = bytearray(file.read())
+        content[len(content) // 2] ^= 1
+        file.seek(0)
+        file.write(content)
 
 
 def replace(path: Path) -> None:
     """Rename another file to this name."""
     other = path.with_suffix(".new")
-    other.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER"))
+    shutil.copyfile(path, other)
+    flip(other)
     other.replace(path)
 
 
 def tear(path: Path) -> None:
-    """Cut the file in the middle of a row."""
-    os.truncate(path, path.stat().st_size - 9)
+    os.truncate(path, path.stat().st_size // 2)
 
 
-def replace_for_a_moment(path: Path) -> None:
-    """Rename another file to this name, to be put back by `put_back`."""
-    path.rename(path.with_suffix(".first"))
-    path.write_bytes(path.with_suffix(".first").read_bytes().replace(b"answer", b"ANSWER"))
+def empty(path: Path) -> None:
+    """To read a mapping of what is gone would kill the process."""
+    os.truncate(path, 0)
 
 
-def put_back(path: Path) -> None:
-    path.with_suffix(".first").replace(path)
+# Files of rows
 
 
-def acts_at(actions: dict[int, Callable[[], None]]) -> Callable[[], None]:
+def acts_at(actions: dict[int, Callable[[], object]]) -> Callable[[], None]:
     """Return a `progress` that calls an action at its calls of these numbers."""
     calls = itertools.count(1)
     return lambda: actions.get(next(calls), lambda: None)()
 
 
-def tokens_of(dataset: TokenDataset) -> list[int]:
-    tokens: list[int] = dataset.tokens.tolist()
-    return tokens
-
-
-@pytest.mark.parametrize("change", [overwrite, replace, tear])
-@pytest.mark.parametrize("moment", ["hash", "first row", "middle", "last row"])
+@pytest.mark.parametrize("change", [flip, replace, tear])
+@pytest.mark.parametrize("moment", ["hash", "middle", "last row"])
 def test_tokens_are_never_kept_under_the_hash_of_other_rows(tmp_path, monkeypatch, change, moment):
     monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
-    first_content = path.read_bytes()
     calls: list[None] = []
-    expected = run(path, cache=tmp_path / "clean", progress=lambda: calls.append(None))
+    run(path, cache=tmp_path / "clean", progress=lambda: calls.append(None))
     num_calls = len(calls) - 1  # the last one is of the hash that finds the change
-    call = {"hash": 1, "first row": 2, "middle": num_calls // 2, "last row": num_calls}[moment]
-    with pytest.raises(DataError, match=rf"'{path}' changed while its rows were prepared") as error:
+    call = {"hash": 1, "middle": num_calls // 2, "last row": num_calls}[moment]
+    with pytest.raises(DataError, match=rf"'{path}' changed while its rows were .*\n.*Fix: "):
         run(path, cache=tmp_path / "cache", progress=acts_at({call: lambda: change(path)}))
-    assert "Fix: " in str(error.value)
     assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
-    path.write_bytes(first_content)
-    assert tokens_of(run(path, cache=tmp_path / "cache")) == tokens_of(expected)
 
 
 def test_rows_that_were_other_ones_for_a_moment_are_refused(tmp_path):
-    """The file has its first content again when it is hashed once more."""
+    """The file has its first content and time again when it is hashed once more."""
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
-    changes = acts_at({1: lambda: replace_for_a_moment(path), NUM_ROWS: lambda: put_back(path)})
+    first = path.with_suffix(".first")
+    shutil.copy2(path, first)
+    # calls 1 and 2 are of the first hash and of the only block
+    changes = acts_at({1: lambda: replace(path), 2: lambda: first.replace(path)})
     with pytest.raises(DataError, match="changed while its rows were prepared"):
         run(path, cache=tmp_path / "cache", progress=changes)
 
@@ -92,20 +87,66 @@ def test_a_change_that_coarse_times_do_not_show_is_found_by_its_hash(tmp_path, m
     monkeypatch.setattr(os, "fstat", lambda _: os.stat_result([0] * 10))
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
     with pytest.raises(DataError, match="changed while its rows were prepared"):
-        run(path, cache=tmp_path / "cache", progress=acts_at({2: lambda: overwrite(path)}))
+        run(path, cache=tmp_path / "cache", progress=acts_at({2: lambda: flip(path)}))
 
 
-def rewrite(path: Path) -> None:
-    """Other tokens in the same file."""
-    data = np.fromfile(path, dtype=np.uint8)
-    data[len(data) // 2] ^= 1
-    with path.open("r+b") as file:
-        file.write(data.tobytes())
+# Prepared tokens before a run
 
 
-def truncate(path: Path) -> None:
-    """To read a mapping of what is gone would kill the process."""
-    os.truncate(path, 0)
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A file of rows and the cache with its tokens."""
+    directory = tmp_path_factory.mktemp("prepared")
+    path = write_rows(directory / "rows.jsonl", *good_rows(300))
+    run(path, cache=directory / "cache")
+    return path, directory / "cache"
+
+
+DAMAGE = [
+    *((name, flip) for name in (TOKENS, ROWS, "summary.json", "SHA256SUMS")),
+    (TOKENS, tear),
+    (ROWS, Path.unlink),
+    ("SHA256SUMS", empty),
+    ("SHA256SUMS", Path.unlink),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGE)
+def test_damage_is_found_told_and_mended(tmp_path, prepared, caplog, name, damage):
+    path, first = prepared
+    cache = tmp_path / "cache"
+    shutil.copytree(first, cache)
+    expected = run(path, cache=first)
+    directory = cache / "tokens" / expected.directory.name
+    damage(directory / name)
+    mended = run(path, cache=cache)
+    [message] = caplog.messages
+    assert f"{directory} are damaged: preparing them again" in message
+    assert np.array_equal(mended.tokens, expected.tokens)
+    assert np.array_equal(mended.rows, expected.rows)
+    assert mended.summary == expected.summary
+    assert [entry for entry in (cache / "tokens").iterdir() if entry.is_dir()] == [directory]
+
+
+def test_whole_tokens_are_read_where_nothing_can_be_written(prepared, monkeypatch):
+    monkeypatch.setattr(Path, "mkdir", None)
+    monkeypatch.setattr(Path, "write_text", None)
+    path, cache = prepared
+    assert len(run(path, cache=cache)) == 300
+
+
+def test_the_name_of_a_cache_covers_the_code_that_makes_it(tmp_path, monkeypatch):
+    sources = tmp_path / "data"
+    shutil.copytree(Path(token_cache.__file__).parent, sources)
+    monkeypatch.setattr(token_cache, "__file__", str(sources / "token_cache.py"))
+    digest = token_cache._code_digest.__wrapped__
+    before = digest()
+    with (sources / "formats.py").open("a") as file:
+        file.write("# another rule\n")
+    assert digest() != before
+
+
+# Prepared tokens during a run
 
 
 def steps_of(dataset: TokenDataset, num_workers: int = 0) -> TrainLoader:
@@ -117,8 +158,7 @@ def steps_of(dataset: TokenDataset, num_workers: int = 0) -> TrainLoader:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("name", [TOKENS, ROWS])
-@pytest.mark.parametrize("change", [rewrite, truncate])
+@pytest.mark.parametrize(("name", "change"), [(TOKENS, flip), (ROWS, empty)])
 def test_no_batch_comes_from_prepared_tokens_that_have_changed(tmp_path, change, name, num_workers):
     dataset = run_rows(tmp_path, *good_rows(NUM_ROWS))
     batches = iter(steps_of(dataset, num_workers))
@@ -139,7 +179,7 @@ def test_a_batch_during_whose_reading_the_tokens_changed_is_not_handed_out(
     sample = Samples.sample
 
     def changing(self: Samples, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
-        rewrite(dataset.directory / TOKENS)
+        flip(dataset.directory / TOKENS)
         return sample(self, sample_id)
 
     monkeypatch.setattr(Samples, "sample", changing)
@@ -149,10 +189,8 @@ def test_a_batch_during_whose_reading_the_tokens_changed_is_not_handed_out(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize(
-    "change", [os.utime, Path.unlink, lambda path: path.replace(path.with_suffix(".moved"))]
-)
-def test_a_run_keeps_its_tokens_when_their_files_are_touched_moved_or_deleted(
+@pytest.mark.parametrize("change", [os.utime, Path.unlink])
+def test_a_run_keeps_its_tokens_when_their_files_are_touched_or_deleted(
     tmp_path, change, num_workers
 ):
     dataset = run_rows(tmp_path, *good_rows(NUM_ROWS))

@@ -2,18 +2,19 @@
 end token.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizer_fixtures as fixtures
+from chat_families import PHI
 from prepared import encoded, sample_of, supervised
 from tokenizer_fixtures import make_tokenizer
+from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 
 from trainer.config import RowKeys
 from trainer.data.chat import RowEncoder
-from trainer.data.rows import PrepareOptions, Row
+from trainer.data.rows import PrepareOptions
 from trainer.data.tokens import tokenizer_digest
 from trainer.errors import DataError
 
@@ -31,9 +32,8 @@ def chat(*answers: str, system: bool = False) -> list[dict[str, Any]]:
 
 
 def reason(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    found, _ = encoded(messages, make_tokenizer(template), turns="together", **options)
-    assert isinstance(found, str)
-    return found
+    [why] = supervised(messages, make_tokenizer(template), turns="together", **options)
+    return why
 
 
 CHATML_LIKE = {
@@ -112,17 +112,27 @@ def test_rewritten_turn_that_contains_the_end_token_is_refused():
     assert "message 2 contains '<|im_end|>', and the template rewrites it" in why
 
 
-def test_template_refusals_are_the_rows_reasons_and_leave_the_others_alone():
-    encoder = RowEncoder(make_tokenizer(fixtures.GEMMA), PrepareOptions(RowKeys(), 64))
-    chats = [chat("one"), chat("one", system=True), chat("half \ud83d of a pair"), chat("two")]
-    rows = [Row(Path("a.jsonl"), 1, {"messages": messages}) for messages in chats]
-    first, *bad, last = encoder.encode(rows)
-    assert isinstance(first, list) and isinstance(last, list)
-    assert [str(reason) for reason in bad] == [
-        "chat template: cannot render the conversation: TemplateError: Conversation roles must alternate "
-        "user/assistant",
-        "bad unicode: half of a surrogate pair, '\\ud83d'",
-    ]
+READS_THE_FIRST = "{% if messages[0]['role'] == 'system' %}{% endif %}" + fixtures.CHATML
+
+
+@pytest.mark.parametrize("template", [fixtures.GEMMA, READS_THE_FIRST])
+def test_a_conversation_that_begins_with_the_assistant_is_refused_with_the_fix(template):
+    """The error had only jinja's words."""
+    why = reason(template, chat("one", "two")[1:])
+    assert why.startswith("chat template: cannot render the conversation: ")
+    assert "begins with an assistant turn" in why and "begin it with a user message" in why
+
+
+def test_a_template_refuses_a_conversation_in_its_own_words():
+    why = reason(fixtures.GEMMA, chat("one", system=True))
+    assert why.endswith("TemplateError: Conversation roles must alternate user/assistant")
+
+
+def test_whitespace_that_the_token_before_an_answer_absorbs_is_not_trained():
+    """Phi-3's tokens take in the whitespace after them."""
+    tokenizer = make_tokenizer(PHI, eos_token="<|end|>")
+    tokenizer.add_tokens([AddedToken("<|assistant|>", rstrip=True, normalized=False)])
+    assert supervised(chat("  one"), tokenizer) == ["one<|end|>"]
 
 
 def test_unusable_tokenizers():

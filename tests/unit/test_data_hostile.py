@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -63,9 +65,9 @@ LINES: dict[bytes, str] = {
     "'alien'",
     b'{"conversations": [{"from": "function_call", "value": "f("}]}': "broken tool_calls: "
     "function_call in message 1",
+    b'{"instruction": "a", "input": 0, "output": "b"}': "wrong content type: 'input' is int",
     b'{"instruction": "a", "output": null}': "wrong content type: 'output' is null",
     chat(None): "message not an object: message 1 is null",
-    chat({"content": "hi"}): "unknown role: message 1",
     chat({"role": ["user"], "content": "hi"}): "unknown role: message 1 has role ['user']",
     chat(USER, call(content=5)): "wrong content type: content of message 2 (assistant) is int",
     chat(
@@ -88,17 +90,16 @@ LINES: dict[bytes, str] = {
     chat(USER, {**ANSWER, "content": "a" * 500}): "over-long: ",
     b'{"messages": null}': "messages not a list: 'messages' is null",
     b'{"instruction": "", "output": "b"}': "empty prompt: message 1",
-    chat(USER, call(content=" \n")): "empty assistant turn: message 2",
     chat(
         USER, {"role": "assistant", "function_call": {"name": "f"}}
     ): "wrong content type: content of message 2 (assistant) is null",
-    chat(USER, ANSWER, tools=["f"]): "broken tools: 'tools' must be a list of objects",
 }
 FILES: dict[str, tuple[bytes, str]] = {
     "rows.jsonl.gz": (gzip.compress(MANY)[:-9], "cannot be read after line "),
     "rows.jsonl.zst": (MANY, "cannot be read after line 0: "),
     "none.jsonl": (b"\n\n", "no row to train on in "),
     "object.json": (b'{"a": 1}', "is not an array of objects.\nFix: make it an array"),
+    "twice.json": (b'[{"a": {"b": 1, "b": 2}}]', "an object has several values for the key 'b'"),
     "torn.json": (b'[\n{"a": 1},\n', "is not valid JSON: Expecting value: line 3"),
     "torn.parquet": (parquet(text=["a"])[:-5], "cannot be read as parquet after row 0"),
     "columns.parquet": (
@@ -106,32 +107,47 @@ FILES: dict[str, tuple[bytes, str]] = {
         "row 1: unrecognised columns: found 'question', 'answer'",
     ),
 }
-HOSTILE = {
-    f"line{number}.jsonl": (line + b"\n" + MANY, f":1: {why}")
-    for number, (line, why) in enumerate(LINES.items())
-}
-HOSTILE |= FILES
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_refused_by_name_and_leaves_nothing(tmp_path, name):
-    content, reason = HOSTILE[name]
-    (tmp_path / name).write_bytes(content)
+def refusal(*files: Path) -> str:
+    """The message about files that cannot be trained on, of which nothing is kept."""
+    cache = files[0].with_name("cache")
     with pytest.raises(DataError) as error:
-        run(tmp_path / name, replace(OPTIONS, keys=RowKeys()), cache=tmp_path / "cache")
-    assert reason in str(error.value)
-    assert name in str(error.value) or name == "none.jsonl"
-    assert not [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
+        run(list(files), replace(OPTIONS, keys=RowKeys()), cache=cache)
+    assert not [path for path in (cache / "tokens").iterdir() if path.is_dir()]
+    return str(error.value)
+
+
+def listed(directory: Path) -> list[dict[str, Any]]:
+    """The rows in the list of bad rows that a message names."""
+    (path,) = (directory / "cache").glob("bad_rows_*.jsonl")
+    return list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+
+
+def test_every_bad_line_is_listed_with_its_reason(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD + b"\n".join(LINES))
+    assert f"{len(LINES)} of {len(LINES) + 1} rows cannot be trained on (1 can)" in refusal(path)
+    found = listed(tmp_path)
+    assert [row["line"] for row in found] == list(range(2, len(LINES) + 2))
+    for row, reason in zip(found, LINES.values(), strict=True):
+        assert row["reason"].startswith(reason)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_is_refused_by_name(tmp_path, name):
+    content, reason = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    message = refusal(tmp_path / name)
+    assert reason in message and name in message
 
 
 def test_bad_rows_of_a_file_whose_name_is_not_utf8_are_listed(tmp_path):
     path = tmp_path / "rows\udcff.jsonl"  # as a pattern finds it
     path.write_bytes(chat(USER) + b"\n")
-    with pytest.raises(DataError) as error:
-        run(path, replace(OPTIONS, keys=RowKeys()), cache=tmp_path / "cache")
-    assert f"{path}:1: " in str(error.value)
-    (listed,) = (tmp_path / "cache").glob("bad_rows_*.jsonl")
-    assert json.loads(listed.read_text(encoding="utf-8"))["file"] == str(path)
+    assert f"{path}:1: " in refusal(path)
+    [row] = listed(tmp_path)
+    assert row["file"] == str(path)
 
 
 def test_without_a_good_row_in_the_first_block_the_rest_is_not_read(tmp_path):
@@ -139,13 +155,9 @@ def test_without_a_good_row_in_the_first_block_the_rest_is_not_read(tmp_path):
     good = tmp_path / "good.jsonl"
     bad.write_bytes(b'{"text": 1}\n' * 600)
     good.write_bytes(MANY)
-    options = replace(OPTIONS, keys=RowKeys())
-    with pytest.raises(DataError) as error:
-        run([bad, good], options, cache=tmp_path)
-    lines = str(error.value).splitlines()
+    lines = refusal(bad, good).splitlines()
     assert lines[0].startswith("250 of 250 rows cannot be trained on (0 can): ")
     assert lines[0].endswith("; reading stopped there")
     assert lines[2].startswith(f"  {bad}:2: unrecognised columns")
     assert len(lines) == 12 and lines[-1].startswith("Fix: ")
-    with pytest.raises(DataError, match="600 of 650 rows cannot be trained on"):
-        run([good, bad], options, cache=tmp_path)
+    assert "600 of 650 rows cannot be trained on" in refusal(good, bad)

@@ -1,17 +1,16 @@
 """Parquet files: only needed columns are read, nulls are removed, odd values are bad rows."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prepared import CHATS, parsed
+from prepared import CHATS, messages_of, parsed
 
 from trainer.config import RowKeys
-from trainer.data.formats import Conversation, columns_of
+from trainer.data.formats import columns_of
 from trainer.data.readers import iter_rows
+from trainer.data.rows import Row
 from trainer.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
@@ -23,14 +22,9 @@ NO_TEXT = pa.StringArray.from_buffers(2, BYTES.buffers()[1], BYTES.buffers()[2])
 PAIR = RowKeys(prompt_key="q", response_key="a")
 
 
-def read(path: Path, table: pa.Table, keys: RowKeys = CHATS) -> Iterator[object]:
+def read(path: Path, table: pa.Table, keys: RowKeys = CHATS) -> list[Row]:
     pq.write_table(table, path)
-    return (parsed(row, keys) for row in iter_rows(path, columns_of(keys)))
-
-
-def messages(item: object) -> list[dict[str, Any]]:
-    assert isinstance(item, Conversation), item
-    return item.messages
+    return list(iter_rows(path, columns_of(keys)))
 
 
 def test_nulls_that_fill_structs_are_dropped(tmp_path):
@@ -41,49 +35,49 @@ def test_nulls_that_fill_structs_are_dropped(tmp_path):
         {"messages": [USER, calling], "tools": [{"x": {"a": 1}}]},
         {"messages": [USER, thinking], "tools": [{"x": {"b": 2}}]},
     ]
-    found = list(read(tmp_path / "rows.parquet", pa.Table.from_pylist(rows)))
-    assert list(map(messages, found)) == [[USER, {**calling, "content": ""}], [USER, thinking]]
-    assert [getattr(item, "tools", None) for item in found] == [row["tools"] for row in rows]
+    found = read(tmp_path / "rows.parquet", pa.Table.from_pylist(rows))
+    assert list(map(messages_of, found)) == [[USER, {**calling, "content": ""}], [USER, thinking]]
+    assert [row.record["tools"] for row in found] == [row["tools"] for row in rows]
 
 
 @pytest.mark.parametrize("odd", [NS, YEARS], ids=["nanoseconds", "far years"])
 def test_a_column_that_is_not_needed_is_not_read(tmp_path, odd):
-    path = tmp_path / "rows.parquet"
     chats = [[USER, ASSISTANT]] * 2
     table = pa.table({"created": odd, "messages": chats, "extra": [{"a": 1}] * 2})
-    assert list(map(messages, read(path, table))) == chats
-    rows = list(iter_rows(path, ("messages", "tools")))
-    assert [row.unread for row in rows if row.problem is None] == [("created", "extra.a")] * 2
+    rows = read(tmp_path / "rows.parquet", table)
+    assert list(map(messages_of, rows)) == chats
+    assert [row.unread for row in rows] == [("created", "extra.a")] * 2
 
 
 @pytest.mark.parametrize("odd", [NS, YEARS, NO_TEXT], ids=["nanoseconds", "far years", "no UTF-8"])
 def test_a_needed_column_with_an_odd_value_is_a_bad_row(tmp_path, odd):
-    path = tmp_path / "rows.parquet"
     keys = RowKeys(prompt_key="x.q", response_key="a")
     fields = pa.StructArray.from_arrays([odd, pa.array(["one", "two"])], ["q", "other"])
-    _, second = read(path, pa.table({"x": fields, "a": ["three", "four"]}), keys)
-    assert [row.line for row in iter_rows(path, columns_of(keys)) if row.problem is not None] == [2]
-    assert str(second).startswith("unreadable value: ")
+    table = pa.table({"x": fields, "a": ["three", "four"]})
+    good, bad = read(tmp_path / "rows.parquet", table, keys)
+    assert good.problem is None and bad.line == 2
+    assert str(bad.problem).startswith("unreadable value: ")
 
 
 def test_nested_columns_are_read_alone_and_named_when_mistyped(tmp_path):
     path = tmp_path / "rows.parquet"
     table = pa.Table.from_pylist([{"x": {"a": "hello", "id": 1, "q": "hi"}, "y": 2}])
-    (found,) = read(path, table, keys := RowKeys(prompt_key="x.q", response_key="x.a"))
-    assert messages(found) == [USER, ASSISTANT]
-    (row,) = iter_rows(path, columns_of(keys))
+    (row,) = read(path, table, keys := RowKeys(prompt_key="x.q", response_key="x.a"))
+    assert messages_of(row, keys) == [USER, ASSISTANT]
     assert (row.record, row.unread) == ({"x": {"q": "hi", "a": "hello"}}, ("x.id", "y"))
-    (bad,) = read(path, table, RowKeys(prompt_key="x.quest", response_key="x.a"))
-    assert "found 'x.a', 'x.id', 'x.q', 'y'; tried 'x.quest' (data.prompt_key)" in str(bad)
+    (row,) = read(path, table, keys := RowKeys(prompt_key="x.quest", response_key="x.a"))
+    found = "found 'x.a', 'x.id', 'x.q', 'y'; tried 'x.quest' (data.prompt_key)"
+    assert found in str(parsed(row, keys))
 
 
 def test_two_columns_of_one_name_are_refused_unless_nothing_reads_them(tmp_path):
     path = tmp_path / "rows.parquet"
-    values = [pa.array([text]) for text in ("hi", "hello", "bye")]
+    values = [pa.array([text]) for text in ("hi", "hello", "bye", "more")]
+    two_answers = pa.Table.from_arrays(values, names=["q", "a", "a", "extra"])
     with pytest.raises(
         DataError, match=rf"'{path}' has several columns with the same name.*\n.*Fix: "
     ):
-        list(read(path, pa.Table.from_arrays(values, names=["q", "a", "a"]), PAIR))
-    values = [*values, pa.array(["more"])]
-    (item,) = read(path, pa.Table.from_arrays(values, names=["q", "a", "extra", "extra"]), PAIR)
-    assert messages(item) == [USER, ASSISTANT]
+        read(path, two_answers, PAIR)
+    two_extra = pa.Table.from_arrays(values, names=["q", "a", "extra", "extra"])
+    (row,) = read(path, two_extra, PAIR)
+    assert messages_of(row, PAIR) == [USER, ASSISTANT]

@@ -12,18 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 import tokenizer_fixtures as fixtures
-from prepared import OPTIONS, run, write_rows
+from prepared import OPTIONS, good_rows, run, write_rows
 
-from trainer.config import RowKeys
 from trainer.data import readers
 from trainer.data.chat import RowEncoder
 from trainer.data.prepare import BAD_ROWS, OVER_LONG_ROWS, ROWS, TOKENS, prepare_blocks
 from trainer.data.readers import RowBlock
 
-TOKENIZER = fixtures.make_tokenizer(fixtures.CHATML)
-OPTIONS = dataclasses.replace(
-    OPTIONS, keys=RowKeys(), on_bad_row="skip", truncation="right", max_length=40
-)
+TOKENIZER = fixtures.make_tokenizer()
+OPTIONS = dataclasses.replace(OPTIONS, on_bad_row="skip", truncation="right", max_length=40)
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +32,9 @@ def with_cpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
 
 
-def chat(answer: str, **more: str) -> dict[str, object]:
-    ask = {"role": "user", "content": "hi"}
-    return {"messages": [ask, {"role": "assistant", "content": answer, **more}]}
-
-
 def endless() -> Iterator[tuple[int, RowBlock]]:
     for number in itertools.count(1):
-        yield 0, RowBlock(Path("endless.json"), [(number, chat("answer"))])
+        yield 0, RowBlock(Path("endless.json"), [(number, {"q": "hi", "a": "answer"})])
 
 
 def children_of(pid: int) -> set[psutil.Process]:
@@ -51,10 +43,8 @@ def children_of(pid: int) -> set[psutil.Process]:
 
 
 def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch):
-    good = [chat(f"answer {number}") for number in range(30)]
-    text = {"prompt": "a text", "completion": " goes on"}
-    odd = [{"no": "chat"}, "{", chat("word " * 90), chat("bye", mood="x"), text]
-    file = write_rows(tmp_path / "rows.jsonl", *good, *odd, *good[:5])
+    odd = [{"no": "chat"}, "{", {"q": "hi", "a": "word " * 90}, {"q": "hi", "a": "bye", "mood": 1}]
+    file = write_rows(tmp_path / "rows.jsonl", *good_rows(30), *odd, *good_rows(5))
     found = []
     for count in (1, 3):
         with_cpus(monkeypatch, count)
@@ -63,8 +53,8 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch):
         found.append([dataset.summary, *((dataset.directory / n).read_bytes() for n in names)])
     assert found[0] == found[1]
     summary = found[0][0]
-    assert (summary.num_samples, summary.num_bad_rows, summary.num_truncated) == (38, 2, 1)
-    assert summary.num_conversations == 37 and summary.unread_keys == {"mood": 1}
+    assert (summary.num_samples, summary.num_bad_rows, summary.num_truncated) == (37, 2, 1)
+    assert summary.num_conversations == 37 and summary.unread_columns == {"mood": 1}
 
 
 def test_a_daemonic_process_prepares_alone(monkeypatch):

@@ -11,7 +11,8 @@ from trainer.data.samples import Samples, SourceSamples
 from trainer.errors import DataError
 from trainer.runtime.progress import Position
 
-MIXES = pytest.mark.parametrize(
+
+@pytest.mark.parametrize(
     "shares",
     [
         (Share(7, 2.5), Share(4)),
@@ -20,54 +21,35 @@ MIXES = pytest.mark.parametrize(
         (Share(6, 1 / 3), Share(8, 1.99)),
     ],
 )
-
-
-def counts(shares: tuple[Share, ...], epoch: int, seed: int = 1) -> np.ndarray:
-    """How often each sample comes in an epoch."""
-    rows = Schedule(shares, 10**6, seed, start=Position(epoch=epoch)).rows(1)
-    return np.bincount(rows, minlength=sum(share.num_rows for share in shares))
-
-
-def by_source(shares: tuple[Share, ...], found: np.ndarray) -> list[np.ndarray]:
-    return np.split(found, np.cumsum([share.num_rows for share in shares])[:-1])
-
-
-@MIXES
 def test_rows_come_as_often_as_asked_and_over_epochs_equally_often(shares):
-    total = 0
+    ends = np.cumsum([share.num_rows for share in shares])
+    total = np.zeros(ends[-1], dtype=int)
     for epoch in range(7):
-        total += counts(shares, epoch)
-        for share, own in zip(shares, by_source(shares, total), strict=True):
+        rows = Schedule(shares, 10**6, seed=1, start=Position(epoch=epoch)).rows(1)
+        total += np.bincount(rows, minlength=len(total))
+        for share, own in zip(shares, np.split(total, ends[:-1]), strict=True):
             assert own.sum() == share.num_samples * (epoch + 1)
             assert own.max() - own.min() <= 1
 
 
 def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> SourceSamples:
-    """Samples without tokens: lengths and ids tell them apart."""
-    bounds = changes.get("bounds")
-    sizes = [(number + 1, number) for number in range(count)]
+    """Samples without tokens: their places tell them apart."""
     dataset: Any = SimpleNamespace(
         summary=SimpleNamespace(fingerprint=changes.get("fingerprint", name)),
-        rows=np.array(sizes, dtype=[("num_tokens", "i4"), ("num_loss_tokens", "i4")]),
-        bounds=bounds,
-        sample=lambda index: (np.array([index], dtype=np.int32), np.array([True])),
+        bounds=changes.get("bounds"),
         location=lambda index: f"{name}{index + 1}",
     )
     return SourceSamples(name, dataset, changes.get("indices", np.arange(count)), repeat)
 
 
-def places(samples: Samples) -> str:
-    return " ".join(samples.location(number) for number in range(len(samples)))
-
-
 def test_the_samples_of_a_row_stand_together_and_count_once():
     several = np.array([0, 1, 4, 6])  # rows of one, three and two samples
-    three = np.arange(3)
     first_and_last = source("b", 6, indices=np.array([0, 2]), bounds=several)
-    every = source("c", 6, indices=three, bounds=several)
+    every = source("c", 6, indices=np.arange(3), bounds=several)
     samples = Samples([source("a", 2), first_and_last, every])
     assert [share.num_rows for share in samples.shares] == [2, 2, 3]
-    assert places(samples) == "a1 a2 b1 b5 b6 c1 c2 c3 c4 c5 c6"
+    places = " ".join(map(samples.location, range(len(samples))))
+    assert places == "a1 a2 b1 b5 b6 c1 c2 c3 c4 c5 c6"
     assert samples.of_rows(np.array([4, 3, 0, 3])).tolist() == [5, 3, 4, 0, 3, 4]
     train, val = every.split(0.3, seed=1)
     assert sorted([*train.samples, *val.samples]) == list(range(6)) and len(val.indices) == 1

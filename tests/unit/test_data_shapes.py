@@ -49,6 +49,13 @@ def test_lines_may_be_packed_and_have_bom_crlf_blank_lines_and_no_final_newline(
     assert rows == [(1, {"a": 1}), (4, {"a": "🙂"})]
 
 
+def test_of_a_repeated_key_no_value_is_dropped_without_a_word(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a", "id": 1, "text": "b"}')
+    [row] = iter_rows(path, ())
+    assert "an object has several values for the key 'text'" in str(row.problem)
+
+
 PAIR = RowKeys(prompt_key="extra.question", response_key="extra.answer")
 SYSTEM = '{"role": "system", "content": "be kind"}'
 CALL = '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}'

@@ -13,9 +13,8 @@ from trainer.train.start.inputs import prepare_data, source_at
 from trainer.train.start.preflight import find_files, read_chat_template
 
 USER = {"role": "user", "content": "How warm?"}
-AGAIN = {"role": "user", "content": "And now?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
-HI, BYE = ({"role": "assistant", "content": text} for text in ("Hi.", "Bye."))
+HI = {"role": "assistant", "content": "Hi."}
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": WEATHER}
 RESULT = {"role": "tool", "content": "3 degrees"}
@@ -35,16 +34,6 @@ def trained(template: str, *messages: dict[str, Any], tools: Any = None) -> list
 
 def ours(name: str) -> str:
     return read_chat_template(name) or ""
-
-
-@pytest.mark.parametrize(
-    ("name", "end"), [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("plain", "</s>")]
-)
-def test_a_template_of_ours_trains_each_answer_and_its_end(name, end):
-    space = " " if name == "plain" else ""
-    expected = [f"{space}Hi.{end}", f"{space}Bye.{end}"]
-    for head in ([], [SYSTEM]):
-        assert trained(ours(name), *head, USER, HI, AGAIN, BYE) == expected
 
 
 CHATML_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'

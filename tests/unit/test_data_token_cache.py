@@ -10,13 +10,14 @@ import pytest
 from prepared import OPTIONS, good_rows, run, run_rows, write_rows
 from tokenizer_fixtures import make_tokenizer
 
-from trainer.data import chat, readers
+from trainer.config import RowKeys
+from trainer.data import readers
+from trainer.data.samples import TokenDataset
 from trainer.errors import DataError
 from trainer.runtime.files import locked
 
 
-def test_samples_are_those_of_the_rows_over_batches_blocks_and_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "BATCH_CHARS", 300)
+def test_samples_are_those_of_the_rows_over_blocks_and_files(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
     first = write_rows(tmp_path / "1.jsonl", *good_rows(6))
     second = write_rows(tmp_path / "2.jsonl", "", {"q": "last", "a": "row 🙂"})
@@ -59,46 +60,40 @@ def test_anything_that_matters_gives_another_directory(tmp_path):
     assert first == same == also_same != changed, "it is of the tokens"
 
 
-BAD_FILE = """{"q": "question 0", "a": "answer 0"}
-{
-{"q": "question 1", "a": "answer 1"}
-{"q": "long", "a": "%s"}
-{"q": "question 2", "a": "answer 2"}
-{"q": "", "a": "b"}
-{"q": "question 3", "a": "answer 3"}"""
-BAD_FILE %= "x" * 200
-
-
-def test_bad_rows_are_an_error_that_lists_them(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    with pytest.raises(DataError) as error:
-        run_rows(tmp_path, BAD_FILE)
-    first, broken, long, empty, fix = str(error.value).splitlines()
-    kinds = "1 broken JSON, 1 over-long, 1 empty prompt"
-    assert first == f"3 of 7 rows cannot be trained on (4 can): {kinds}"
-    for line, number in ((broken, 2), (long, 4), (empty, 6)):
-        assert line.startswith(f"  {path}:{number}: ")
-    rows = json_lines(Path(fix.rpartition(" listed in ")[2]))
-    assert [(row["file"], row["line"]) for row in rows] == [(str(path), n) for n in (2, 4, 6)]
-    assert rows[2]["reason"].startswith("empty prompt") and "'q': ''" in rows[2]["excerpt"]
-    assert "data.on_bad_row=skip" in fix and "data.truncation" in fix
-
-
-def test_bad_rows_skipped_are_counted_and_listed(tmp_path):
-    dataset = run_rows(tmp_path, BAD_FILE, on_bad_row="skip")
-    assert dataset.rows["line"].tolist() == [1, 3, 5, 7]
-    assert dataset.summary.bad_rows_by_kind == {"broken JSON": 1, "over-long": 1, "empty prompt": 1}
-    assert len(json_lines(dataset.directory / "bad_rows.jsonl")) == 3
+BAD_FILE = f"""{{"q": "question 0", "a": "answer 0"}}
+{{
+{{"q": "question 1", "a": "answer 1"}}
+{{"q": "long", "a": "{"x" * 200}"}}
+{{"q": "", "a": "b"}}
+{{"q": "question 2", "a": "answer 2"}}"""
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     return list(map(json.loads, path.read_text().splitlines()))
 
 
+def test_bad_rows_are_an_error_that_names_the_first_ones(tmp_path):
+    with pytest.raises(DataError) as error:
+        run_rows(tmp_path, BAD_FILE)
+    first, *bad, fix = str(error.value).splitlines()
+    kinds = "1 broken JSON, 1 over-long, 1 empty prompt"
+    assert first == f"3 of 6 rows cannot be trained on (3 can): {kinds}"
+    places = [line.partition(": ")[0].strip() for line in bad]
+    assert places == [f"{tmp_path}/rows.jsonl:{number}" for number in (2, 4, 5)]
+    assert "data.on_bad_row=skip" in fix and "data.truncation" in fix
+
+
+def test_bad_rows_skipped_are_counted_and_listed(tmp_path):
+    dataset = run_rows(tmp_path, BAD_FILE, on_bad_row="skip")
+    assert dataset.rows["line"].tolist() == [1, 3, 6]
+    assert dataset.summary.bad_rows_by_kind == {"broken JSON": 1, "over-long": 1, "empty prompt": 1}
+    *_, empty = json_lines(dataset.directory / "bad_rows.jsonl")
+    assert empty["reason"].startswith("empty prompt") and "'q': ''" in empty["excerpt"]
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "why"),
     [
-        ([], {}, r"no row to train on in .*rows.jsonl"),
         (["{"], {"on_bad_row": "skip"}, r"1 of 1 rows cannot be trained on \(0 can\)"),
         (good_rows(2), {"truncation": "drop", "max_length": 2}, "2 of 2 rows were dropped"),
         (
@@ -114,30 +109,47 @@ def test_no_usable_row(tmp_path, rows, options, why):
 
 
 @pytest.mark.parametrize(
-    ("truncation", "kept"),
-    [("left", slice(-64, None)), ("right", slice(64)), ("drop", None)],
+    ("truncation", "kept"), [("left", slice(-64, None)), ("right", slice(64)), ("drop", None)]
 )
 def test_over_long_rows_are_cut_or_dropped_and_listed_with_file_and_line(
     tmp_path, truncation, kept
 ):
     rows = [*good_rows(1), {"q": "long", "a": "x y z " * 30}]
-    whole = run_rows(tmp_path, *rows, max_length=1000)
+    ids, mask = run_rows(tmp_path, *rows, max_length=1000).sample(1)
     found = run_rows(tmp_path, *rows, truncation=truncation)
-    (ids, mask), summary = whole.sample(1), found.summary
-    assert np.array_equal(found.sample(0), whole.sample(0))
+    summary = found.summary
     if kept:
         assert np.array_equal(found.sample(1), (ids[kept], mask[kept]))
         assert (summary.num_truncated, summary.num_cut_tokens) == (1, len(ids) - 64)
     assert (len(found), summary.num_dropped) == ((2, 0) if kept else (1, 1))
     [row] = json_lines(found.directory / "over_long_rows.jsonl")
-    action = "cut" if kept else "dropped"
-    expected = {
-        "file": str(tmp_path / "rows.jsonl"),
-        "line": 2,
-        "num_tokens": len(ids),
-        "action": action,
-    }
-    assert row == expected and summary.num_bad_rows == 0
+    place = {"file": f"{tmp_path}/rows.jsonl", "line": 2}
+    assert row == place | {"num_tokens": len(ids), "action": "cut" if kept else "dropped"}
+    assert summary.num_bad_rows == 0
+
+
+LONG = "one two three four five six seven eight nine ten eleven twelve"
+
+
+def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_path):
+    def split(*texts: str, max_length: int) -> TokenDataset:
+        rows = [{"text": text} for text in texts]
+        keys = RowKeys(text_key="text")
+        return run_rows(tmp_path, *rows, keys=keys, max_length=max_length, truncation="split")
+
+    ids, _ = split(LONG, max_length=512).sample(0)
+    dataset = split(LONG, "short", max_length=16)
+    pieces = [dataset.sample(number)[0] for number in range(len(dataset) - 1)]
+    assert dataset.summary.num_kept_rows == 2 and {len(piece) for piece in pieces[:-1]} == {16}
+    labels = np.concatenate([piece[1:] for piece in pieces])
+    assert labels.tolist() == ids[1:].tolist()
+    assert dataset.summary.num_truncated == dataset.summary.num_cut_tokens == 0
+    assert len(split(LONG, max_length=len(ids))) == 1
+
+
+def test_only_text_is_split(tmp_path):
+    with pytest.raises(DataError, match=r"over-long: \d+ tokens > data.max_length=16"):
+        run_rows(tmp_path, {"q": "hi", "a": LONG}, max_length=16, truncation="split")
 
 
 @pytest.mark.covers("S3.9")

@@ -23,7 +23,7 @@ from trainer.data.chat import RowEncoder
 from trainer.data.rows import PrepareOptions, Row
 from trainer.data.tokens import Encoded
 
-NUM_CONVERSATIONS = 25
+NUM_CONVERSATIONS = 12
 WORDS = [
     "hello",
     "4",
@@ -43,35 +43,38 @@ def generated_row(family: Family, draw: random.Random) -> dict[str, Any]:
     without answer.
     """
 
-    def text() -> str:
-        return " ".join(draw.choices(WORDS, k=draw.randint(1, 4)))
+    def said(role: str, **more: Any) -> Message:
+        return {
+            "role": role,
+            "content": " ".join(draw.choices(WORDS, k=draw.randint(1, 4))),
+            **more,
+        }
 
-    def turn(content: str, calls: list[Any]) -> Message:
-        message: Message = {"role": "assistant", "content": content}
+    def answer(*calls: Any) -> Message:
+        message = said("assistant")
         if calls:
-            message["tool_calls"] = calls
+            message |= {"content": draw.choice(["", "I add."]), "tool_calls": list(calls)}
         if family.thinking and draw.random() < 0.5:
-            message[family.thinking] = text()
+            message[family.thinking] = said("")["content"]
             if calls:  # gpt-oss refuses a call with both text and reasoning
                 message["content"] = ""
         return message
 
     messages: list[Message] = []
     if family.system and draw.random() < 0.4:
-        messages.append({"role": "system", "content": text()})
+        messages.append(said("system"))
     has_tools = family.tools and draw.random() < 0.4
     for _ in range(draw.randint(1, 4)):
-        messages.append({"role": "user", "content": text()})
+        messages.append(said("user"))
         for number in range(draw.randint(0, 2) if has_tools else 0):
-            arguments = {"a": text(), "b": number}
+            arguments = {"a": said("")["content"], "b": number}
             as_text = json.dumps(arguments, ensure_ascii=False)
             function = {"name": "add", "arguments": draw.choice([arguments, as_text])}
-            call = {"id": "call00001", "type": "function", "function": function}
-            messages.append(turn(draw.choice(["", "I add."]), [call]))
-            messages.append({"role": "tool", "tool_call_id": "call00001", "content": text()})
-        messages.append(turn(text(), []))
+            messages.append(answer({"id": "call00001", "type": "function", "function": function}))
+            messages.append(said("tool", tool_call_id="call00001"))
+        messages.append(answer())
     if draw.random() < 0.2:
-        messages.append({"role": "user", "content": text()})
+        messages.append(said("user"))
     return {"messages": messages, "tools": TOOLS if has_tools else None}
 
 
@@ -133,10 +136,9 @@ def test_what_a_server_makes_the_model_generate_is_supervised(name, turns, train
     )
     encoder = RowEncoder(tokenizer, options)
     rows = [generated_row(family, draw) for _ in range(NUM_CONVERSATIONS)]
-    read = [Row(Path("rows.jsonl"), 1, row) for row in rows]
     num_apart = 0
-    for row, samples in zip(rows, encoder.encode(read), strict=True):
-        assert isinstance(samples, list), samples
+    for row in rows:
+        samples = encoder.encode(Row(Path("rows.jsonl"), 1, row))
         messages = row["messages"]
         asked = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         asked = asked[-1:] if train_on == "last" else asked
@@ -183,6 +185,35 @@ def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told():
     [refused] = marked(ASK, ONE, template=opens, turns="apart")
     assert "message 2 (assistant) does not begin with its generation prompt's header" in refused
     assert marked(ASK, ONE, template=opens) == [f"{FIRST}[[one<|im_end|>]]\n"]
+
+
+SHOUTS_LATER = fixtures.CHATML.replace(
+    "message['content'] +",
+    "(message['content'] if loop.last or message['role'] == 'user' else message['content'] | upper) +",
+)
+
+
+def test_a_turn_that_is_rewritten_in_the_same_length_is_a_sample_of_its_own():
+    assert marked(ASK, ONE, ASK, TWO, template=SHOUTS_LATER) == [
+        f"{FIRST}[[one<|im_end|>]]\n",
+        f"{FIRST}ONE<|im_end|>\n{FIRST}[[two<|im_end|>]]\n",
+    ]
+
+
+CALLS_WITHOUT_TEXT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% if m.content is none %}{{ m.tool_calls[0].function | tojson }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+
+def test_a_turn_after_a_call_whose_text_is_null_is_rendered():
+    """It crashed where the turn does not begin as its prompt ends."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    [text] = marked(ASK, calling, ONE, template=CALLS_WITHOUT_TEXT)
+    assert text.endswith("<|im_start|>assistant\n[[one<|im_end|>]]\n")
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 from source_files import NUM_ANSWERS, NUM_CHATS, TEMPLATE, answers, chats, words, write_sources
 from toy import VOCAB, write_model_config
 
-from trainer.data.chat import RowEncoder
+from trainer.data import token_cache
 from trainer.errors import DataError
 from trainer.quickstart import MODEL_DIR
 from trainer.train.start import main
@@ -57,19 +57,14 @@ def test_a_variable_that_a_template_does_not_read_is_named(files, caplog):
 
 
 def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(files, monkeypatch):
-    made: list[RowEncoder] = []
-    init = RowEncoder.__init__
-    monkeypatch.setattr(
-        RowEncoder,
-        "__init__",
-        lambda self, *args, **more: (made.append(self), init(self, *args, **more))[1],
-    )
+    written = Mock(wraps=token_cache.write_samples)
+    monkeypatch.setattr(token_cache, "write_samples", written)
     alone = inputs_of(f"data.train_files={files}/chats.jsonl", *words(files, chats(files))[1:])
     as_source = inputs_of(*words(files, chats(files)))
-    assert len(made) == 1 and as_source.train.fingerprint == alone.train.fingerprint
+    assert written.call_count == 1 and as_source.train.fingerprint == alone.train.fingerprint
     both = inputs_of(*words(files, chats(files), answers(files)))
     again = inputs_of(*words(files, chats(files, ",repeat:0.5,name:other"), answers(files)))
-    assert len(made) == 2, "each once, whatever stands beside it and however often it is trained"
+    assert written.call_count == 2, "each once, whatever is beside it"
     assert len({inputs.train.fingerprint for inputs in (alone, both, again)}) == 3
 
 
@@ -77,13 +72,19 @@ def test_validation_rows_are_held_out_of_each_source_alike(files):
     ratio = "data.val_ratio=0.25"
     inputs = inputs_of(*words(files, chats(files, ",repeat:3"), answers(files)), ratio)
     assert inputs.validation is not None and inputs.validation.names == inputs.train.names
-    held_out = [source.indices for source in inputs.validation.sources]
-    assert [len(rows) for rows in held_out] == [3, 2]
-    assert inputs.validation.shares[0].repeat == 1, "a validation measures every row once"
-    for rows, source, count in zip(
-        held_out, inputs.train.sources, (NUM_CHATS, NUM_ANSWERS), strict=True
-    ):
-        assert sorted([*rows, *np.asarray(source.indices)]) == list(range(count))
+    assert [share.num_rows for share in inputs.validation.shares] == [3, 2]
+    assert [share.num_rows for share in inputs.train.shares] == [NUM_CHATS - 3, NUM_ANSWERS - 2]
+
+
+def test_keys_of_conversations_do_not_prepare_plain_text_again(files):
+    text = f"{{files:{files}/answers.jsonl,text_key:a}}"
+    given = words(files, chats(files), text)
+    others = ["data.turns=apart", "data.train_on=last", f"data.chat_template={files}/says.jinja"]
+    plain = inputs_of(*given)
+    changed = inputs_of(*given, *others, "data.apply_chat_template_kwargs={a: 1}")
+    sources = zip(plain.train.sources, changed.train.sources, strict=True)
+    is_same = [one.dataset.directory == other.dataset.directory for one, other in sources]
+    assert is_same == [False, True]
 
 
 @pytest.mark.parametrize(

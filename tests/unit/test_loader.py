@@ -3,13 +3,15 @@
 import itertools
 import multiprocessing
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from io import BytesIO
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from toy import OneSource, ToySamples
+from toy import ToySamples
 
 from trainer.data.batch import StepBatch
 from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
@@ -24,24 +26,17 @@ TWO_EPOCHS = 6
 UNLIMITED = Limits(None, None)
 
 
-class Fixed(OneSource):
-    """Three documents written out by hand."""
-
-    documents = (
-        ([10, 11, 12, 13], [False, True, False, True]),
-        ([20], [True]),
-        ([30, 31, 32], [True, True, True]),
-    )
-    lengths = np.array([4, 1, 3])
-    num_loss_tokens = np.array([2, 0, 2])
-
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        ids, mask = self.documents[index]
-        return np.array(ids, dtype=np.int32), np.array(mask)
+IDS = [[10, 11, 12, 13], [20], [30, 31, 32]]
+MASKS = [[False, True, False, True], [True], [True, True, True]]
+FIXED: Any = SimpleNamespace(
+    sample=lambda index: (np.array(IDS[index], dtype=np.int32), np.array(MASKS[index])),
+    source_of=np.zeros_like,
+)
+"""Three documents written out by hand."""
 
 
 def test_pack_by_hand():
-    batch = pack(Fixed(), [0, 1, 2])
+    batch = pack(FIXED, [0, 1, 2])
     assert batch.input_ids_T.tolist() == [10, 11, 12, 13, 20, 30, 31, 32]
     assert batch.labels_T.tolist() == [11, -100, 13, -100, -100, 31, 32, -100], (
         "a last token predicts nothing"
@@ -53,30 +48,20 @@ def test_pack_by_hand():
     assert (batch.num_loss_tokens, batch.sample_ids) == (4, (0, 1, 2))
 
 
-def test_pack_of_nothing_is_one_token_without_a_label():
-    batch = pack(Fixed(), [])
+def test_without_samples_or_with_fewer_tokens_than_ranks_there_is_padding():
+    batch = pack(FIXED, [])
     assert (batch.input_ids_T.tolist(), batch.labels_T.tolist()) == ([0], [-100])
-    assert (batch.num_tokens, batch.num_loss_tokens) == (0, 0)
-    assert (batch.sample_ids, batch.seqlens) == ((), (1,))
-
-
-def test_of_fewer_tokens_than_ranks_the_last_hold_padding():
-    shares = [pack(Fixed(), [2]).share(rank, 5) for rank in range(5)]
+    assert (batch.num_tokens, batch.num_loss_tokens, batch.sample_ids) == (0, 0, ())
+    assert (batch.share(1, 2).seqlens, batch.share(1, 2).num_tokens) == ((1, 1), 0)
+    shares = [pack(FIXED, [2]).share(rank, 5) for rank in range(5)]
     assert [share.num_tokens for share in shares] == [1, 1, 1, 0, 0]
     assert [share.num_loss_tokens for share in shares] == [1, 1, 0, 0, 0]
     assert [share.position_ids_T.tolist() for share in shares] == [[0], [1], [2], [0], [1]]
-    for share in shares:
-        assert (share.seqlens, share.sample_ids) == ((3, 2), (2,))
-    empty = pack(Fixed(), []).share(1, 2)
-    assert (empty.seqlens, empty.num_tokens) == ((1, 1), 0)
+    assert {(share.seqlens, share.sample_ids) for share in shares} == {((3, 2), (2,))}
 
 
 def plan_of(rank: int, world_size: int, limits: Limits = UNLIMITED) -> RankPlan:
     return RankPlan(rank, world_size, limits, quadratic_cost=0.01)
-
-
-def sample_ids(steps: Iterable[StepBatch]) -> list[int]:
-    return [index for step in steps for batch in step.micro_batches for index in batch.sample_ids]
 
 
 def loader(
@@ -100,19 +85,35 @@ def require_same(found: Iterable[StepBatch], expected: Iterable[StepBatch]) -> N
 
 @pytest.mark.covers("S3.22 S3.28")
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("stop_after", range(TWO_EPOCHS))
-def test_a_restart_at_any_step_continues_the_order(stop_after, num_workers):
+def test_a_restart_at_any_step_continues_the_order(num_workers):
     straight = list(loader())
     assert [(step.step, step.epoch) for step in straight] == list(enumerate((0, 0, 0, 1, 1, 1), 1))
-    first = loader(num_workers=num_workers)
-    done = list(itertools.islice(first, stop_after))
-    file = BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    position = stop_after, stop_after // 3, stop_after % 3 * 3
-    assert (state["step"], state["epoch"], state["samples_consumed"]) == position
-    require_same([*done, *loader(num_workers=num_workers, start=first.position)], straight)
+    for stop_after in range(TWO_EPOCHS):
+        first = loader(num_workers=num_workers)
+        done = list(itertools.islice(first, stop_after))
+        file = BytesIO()
+        torch.save(first.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        position = stop_after, stop_after // 3, stop_after % 3 * 3
+        assert (state["step"], state["epoch"], state["samples_consumed"]) == position
+        require_same([*done, *loader(num_workers=num_workers, start=first.position)], straight)
+
+
+def require_each_once(batches: Sequence[StepBatch], ids: Sequence[int]) -> None:
+    """All ranks together hold these samples, in as many micro-batches each, and count alike."""
+    samples = ToySamples(NUM_SAMPLES)
+    parts = [part for batch in batches for part in batch.micro_batches]
+    num_loss_tokens = sum(part.num_loss_tokens for part in parts)
+    num_tokens = sum(part.num_tokens for part in parts)
+    assert sorted(index for part in parts for index in part.sample_ids) == sorted(ids)
+    assert num_loss_tokens == samples.num_loss_tokens[ids].sum()
+    assert num_tokens == samples.lengths[ids].sum()
+    counts = {
+        (len(batch.micro_batches), batch.num_samples, batch.num_loss_tokens, batch.num_tokens)
+        for batch in batches
+    }
+    assert counts == {(len(batches[0].micro_batches), len(ids), num_loss_tokens, num_tokens)}
 
 
 @pytest.mark.covers("S0.4 S0.20 S3.28")
@@ -128,18 +129,8 @@ def test_any_number_of_ranks_continues_with_the_same_samples_each_once(world_siz
     ]
     steps = list(zip(*ranks, strict=True))
     assert len(steps) == TWO_EPOCHS - 1
-    samples = ToySamples(NUM_SAMPLES)
     for step, batches in enumerate(steps, start=2):
-        rows = two.schedule.rows(step)
-        assert sorted(sample_ids(batches)) == sorted(rows)
-        assert len({len(batch.micro_batches) for batch in batches}) == 1
-        micro_batches = [part for batch in batches for part in batch.micro_batches]
-        num_loss_tokens = samples.num_loss_tokens[rows].sum()
-        num_tokens = samples.lengths[rows].sum()
-        assert sum(part.num_loss_tokens for part in micro_batches) == num_loss_tokens
-        assert sum(part.num_tokens for part in micro_batches) == num_tokens
-        counts = {(each.num_samples, each.num_loss_tokens, each.num_tokens) for each in batches}
-        assert counts == {(len(rows), num_loss_tokens, num_tokens)}
+        require_each_once(batches, two.schedule.rows(step))
 
 
 @pytest.mark.covers("S3.11")
@@ -148,12 +139,10 @@ def test_any_number_of_ranks_continues_with_the_same_samples_each_once(world_siz
 def test_validation_visits_every_sample_once(world_size, num_samples):
     samples = ToySamples(num_samples)
     plans = [plan_of(rank, world_size, Limits(64, 2)) for rank in range(world_size)]
-    ranks = [list(ValidationBatches(samples, plan, batch_size=3)) for plan in plans]
-    assert sorted(sample_ids(itertools.chain(*ranks))) == list(range(num_samples))
-    for steps in zip(*ranks, strict=True):
-        assert len({(len(step.micro_batches), step.num_loss_tokens) for step in steps}) == 1
-    assert sum(step.num_samples for step in ranks[0]) == num_samples
-    assert sum(step.num_loss_tokens for step in ranks[0]) == samples.num_loss_tokens.sum()
+    ranks = [ValidationBatches(samples, plan, batch_size=3) for plan in plans]
+    starts = range(0, num_samples, 3)
+    for start, batches in zip(starts, zip(*ranks, strict=True), strict=True):
+        require_each_once(batches, range(num_samples)[start : start + 3])
 
 
 @pytest.mark.timeout(20)

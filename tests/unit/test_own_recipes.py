@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, sources_of
 from trainer.train.start.compose import load_config, with_recipe
 
 
@@ -27,6 +27,23 @@ def test_a_file_stands_between_the_defaults_and_the_words():
     config = load_config([f"experiment={path}", "optim.clip_grad=3"])
     assert (config.optim.lr, config.optim.clip_grad, config.trainer.seed) == (0.5, 3, 5)
     assert config.data == load_config([]).data
+
+
+def test_a_name_like_1_0_stays_as_it_is_written():
+    """It was read as the number 10."""
+    trainer = "trainer: {experiment_name: 1_0, project_name: 010}"
+    data = "data: {train_files: [{files: a, name: 2_0}], max_length: 1_024}"
+    recipe = write("own.yaml", f"{trainer}\n{data}")
+    words = [
+        "trainer.experiment_name=1_0",
+        "trainer.project_name=010",
+        "data.train_files=[{files:a,name: 2_0}]",
+    ]
+    for given in ([f"experiment={recipe}"], [*words, "data.max_length=1_024"]):
+        config = load_config(given)
+        [source] = sources_of(config.data, "train_files")
+        names = config.trainer.experiment_name, config.trainer.project_name, source.name
+        assert (*names, config.data.max_length) == ("1_0", "010", "2_0", 1024)
 
 
 def test_conf_of_the_working_directory_goes_before_ours():

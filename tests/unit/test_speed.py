@@ -52,10 +52,7 @@ def counted_flops(
     found = []
     expected = []
     for num_loss_tokens in (64, 32, 1):
-        supervised_S = torch.arange(num_loss_tokens)
-        documents = replace(
-            full_batch((32, 32)), supervised_S=supervised_S, num_loss_tokens=num_loss_tokens
-        )
+        documents = replace(full_batch((32, 32)), supervised_S=torch.arange(num_loss_tokens))
         with FlopCounterMode(display=False) as counter:
             model(documents).loss_sum.backward()
         found.append(float(counter.get_total_flops()))

@@ -1,5 +1,7 @@
 """Small tokenizers and the chat templates of well-known families, for tests."""
 
+from functools import cache
+
 from tokenizers import (
     AddedToken,
     Regex,
@@ -103,10 +105,9 @@ SPECIAL_TOKENS = (
 ADDED_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
-def make_tokenizer(
-    chat_template: str | None = CHATML, *, eos_token: str = "<|im_end|>"
-) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that knows the special tokens of all families above. It cuts
+@cache
+def trained_bpe() -> str:
+    """Return a byte-level BPE that knows the special tokens of all families above, as JSON. It cuts
     spaces off the offsets, as Llama 3 and GPT-2 do.
     """
     backend = Tokenizer(models.BPE())
@@ -125,6 +126,14 @@ def make_tokenizer(
         [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
     )
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED_TOKENS])
+    return str(backend.to_str())
+
+
+def make_tokenizer(
+    chat_template: str | None = CHATML, *, eos_token: str = "<|im_end|>"
+) -> PreTrainedTokenizerFast:
+    """Return a small tokenizer of its own."""
+    backend = Tokenizer.from_str(trained_bpe())
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token=eos_token, pad_token="<|endoftext|>"
     )

@@ -91,7 +91,7 @@ def one_of(*allowed: str) -> Check:
         for item in value if isinstance(value, list) else [value]:
             text = str(item).lower() if isinstance(item, bool) else item
             if text not in allowed:
-                hint = did_you_mean(text, allowed)
+                hint = did_you_mean(str(text), allowed)
                 return f"must be one of {', '.join(allowed)}; got '{text}' {hint}".rstrip()
         return ""
 

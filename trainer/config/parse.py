@@ -1,4 +1,4 @@
-"""Builds and checks a `Config` from the values of keys. OmegaConf converts each value to its key's type.
+"""Builds and checks a `Config` from the values of keys. Each value is converted to its key's type.
 
 The message for a mistyped key suggests the nearest known one.
 """
@@ -6,12 +6,13 @@ The message for a mistyped key suggests the nearest known one.
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, field, is_dataclass
-from functools import cache
+from configparser import ConfigParser
+from contextlib import suppress
+from dataclasses import MISSING, Field, is_dataclass
 from operator import attrgetter
+from types import UnionType
 from typing import Any, get_args, get_origin
 
-import omegaconf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,43 +22,23 @@ from trainer.config.schema import ALWAYS_SAVED, Config
 
 Implementations = Mapping[str, Mapping[str, object]]
 """{key whose value names an implementation: {name: implementation}}."""
+BOOLEANS = ConfigParser.BOOLEAN_STATES
+"""{text: its value}: true, yes, on, 1 and their opposites."""
+EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def default_tree(cls: type = Config) -> DictConfig:
-    """Return the keys of a group with their defaults, in a tree that converts assigned values."""
-    tree: DictConfig = OmegaConf.structured(_schema(cls))
+def default_tree() -> DictConfig:
+    """Return all keys with their defaults."""
+    defaults = dataclasses.asdict(Config())
+    del defaults["resolved"]
+    tree: DictConfig = OmegaConf.create(defaults)
     return tree
-
-
-@cache
-def _schema(cls: type) -> type:
-    """Return a group in the form that OmegaConf needs: not frozen, and without unions that contain
-    a list.
-    """
-    members: list[Any] = []
-    for own in declared(cls).values():
-        kind = own.type
-        default = own.default
-        if is_group(kind):
-            kind = _schema(kind)
-            default = field(default_factory=kind)
-        elif own.default_factory is not MISSING:
-            default = field(default_factory=own.default_factory)
-        elif default is MISSING:
-            default = omegaconf.MISSING
-        members.append((own.name, Any if _has_entries(own) else kind, default))
-    return dataclasses.make_dataclass(cls.__name__, members)
-
-
-def _has_entries(own: "Field[Any]") -> bool:
-    """Return True for a key whose value is a list of groups, or either a string or a list."""
-    return any(get_origin(kind) is list or is_dataclass(kind) for kind in get_args(own.type))
 
 
 def assign(
     tree: DictConfig, values: Mapping[str, Any], cls: type = Config, prefix: str = ""
 ) -> list[str]:
-    """Set keys of a tree of `cls` from nested mappings. Return a problem for each wrong key."""
+    """Set keys of a tree from nested mappings. Return a problem for each wrong key."""
     problems = []
     keys = declared(cls)
     for name, value in values.items():
@@ -65,26 +46,28 @@ def assign(
         dotted = f"{prefix}{name}"
         if own is None:
             problems.append(unknown_key(dotted, [f"{prefix}{key}" for key in keys]))
-        elif is_group(own.type):
-            if isinstance(value, Mapping):
-                problems += assign(tree[own.name], value, own.type, f"{dotted}.")
-            else:
-                problems.append(f"'{dotted}' must be a group of keys, got {value!r:.80}")
+        elif is_group(own.type) and isinstance(value, Mapping):
+            problems += assign(tree[name], value, own.type, f"{dotted}.")
         else:
             problems += _set(tree, own, value, dotted)
     return problems
 
 
-def _set(tree: DictConfig, own: "Field[Any]", value: Any, dotted: str) -> Iterator[str]:
-    """Set one key. Yield the problem, if any."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # OmegaConf converts it back if the key's type is float
-    elif get_origin(own.type) is list and not isinstance(value, list):
-        value = [value]
+def _set(tree: DictConfig, own: "Field[Any]", value: Any, dotted: str) -> list[str]:
+    """Set one key. Return its problems."""
+    problems: list[str] = []
+    converted = _converted(own.type, value, dotted, problems)
+    is_reference = "${" in str(value)  # it is converted when it is resolved
+    if problems and not is_reference:
+        return problems
+    has_entries = isinstance(converted, list) and any(map(is_dataclass, converted))
+    if not (is_reference or has_entries):
+        value = converted
     try:
         OmegaConf.update(tree, own.name, value, merge=get_origin(own.type) is dict)
     except (OmegaConfBaseException, ValueError) as error:
-        yield f"'{dotted}': {str(error).splitlines()[0]}"
+        return [f"'{dotted}': {str(error).splitlines()[0]}"]
+    return []
 
 
 def unknown_key(dotted: str, siblings: list[str]) -> str:
@@ -122,50 +105,67 @@ def to_config(tree: DictConfig, implementations: Implementations | None = None) 
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
-    """Build a group from the values of its fields. Append the problems that its checks find."""
+    """Build a group, or an entry of a list, from the values of its keys. Append what is wrong to
+    `problems`.
+    """
+    keys = declared(cls)
+    siblings = [f"{prefix}{key}" for key in keys]
+    problems += [unknown_key(f"{prefix}{name}", siblings) for name in values if name not in keys]
     arguments = {}
-    for name, own in declared(cls).items():
-        value = values[own.name]
+    for name, own in keys.items():
         dotted = f"{prefix}{name}"
-        if is_group(own.type):
-            value = _build(own.type, value, f"{dotted}.", problems)
-        elif _has_entries(own):
-            value = _with_entries(value, own, dotted, problems)
-        checks = own.metadata["checks"] if value is not None else ()
-        found = (check(value) for check in checks)
-        problems += [f"'{dotted}' {problem}" for problem in filter(None, found)][:1]
-        arguments[own.name] = value
+        if name in values:
+            found: list[str] = []
+            value = _converted(own.type, values[name], dotted, found)
+            if value is not None and not found:
+                results = (check(value) for check in own.metadata["checks"])
+                found = [f"'{dotted}' {problem}" for problem in results if problem][:1]
+            problems += found
+            arguments[own.name] = value
+        elif own.default is MISSING and own.default_factory is MISSING:
+            problems.append(f"'{dotted}' is missing")
+            arguments[own.name] = None
     return cls(**arguments)
 
 
-def _with_entries(value: Any, own: "Field[Any]", dotted: str, problems: list[str]) -> Any:
-    """Return the value of a key with entries: a string, or a list in which mappings have become
-    groups.
+def _converted(kind: Any, value: Any, dotted: str, problems: list[str]) -> Any:
+    """Return a value in the type of its key. If that is impossible, append a problem and return
+    None.
     """
-    kinds = own.type, *get_args(own.type)
-    if type(value) in kinds:
+    origin = get_origin(kind)
+    members = get_args(kind)
+    if origin is list:
+        if not isinstance(value, list):
+            return [_converted(members[0], value, dotted, problems)]
+        return [
+            _converted(members[0], item, f"{dotted}[{number}]", problems)
+            for number, item in enumerate(value)
+        ]
+    if value is None and type(None) in members:
+        return None
+    if origin is UnionType:
+        by_type = {
+            dict if is_group(member) else get_origin(member) or member: member for member in members
+        }
+        kind = by_type.get(type(value), by_type.get(list, members[0]))
+        return _converted(kind, value, dotted, problems)
+    if isinstance(value, dict) and is_group(kind):
+        return _build(kind, value, f"{dotted}.", problems)
+    if isinstance(value, dict) and origin is dict:
         return value
-    (item_kind,) = (get_args(kind)[0] for kind in kinds if get_origin(kind) is list)
-    item_kinds = item_kind, *get_args(item_kind)
-    group = item_kinds[-1]  # in a union the text comes first
-    found = []
-    for number, item in enumerate(value if isinstance(value, list) else [value]):
-        if isinstance(item, Mapping) and is_dataclass(group):
-            found.append(_entry(group, item, f"{dotted}[{number}].", problems))
-        elif type(item) in item_kinds:
-            found.append(item)
-        else:
-            problems.append(f"'{dotted}' does not accept {item!r:.80}")
-    return found
-
-
-def _entry(cls: Any, values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
-    """Return the group for an entry of a list; None if it has problems."""
-    tree = default_tree(cls)
-    found = assign(tree, values, cls, prefix)
-    found += [f"'{prefix}{name}' is missing" for name in OmegaConf.missing_keys(tree)]
-    problems += found
-    return None if found else _build(cls, OmegaConf.to_container(tree), prefix, problems)  # type: ignore[arg-type]
+    is_scalar = type(value) in (str, int, float)
+    with suppress(ValueError, OverflowError, KeyError):
+        if kind is bool:
+            return BOOLEANS[str(value).lower()]
+        if kind is str and is_scalar:
+            return str(value)
+        if kind in (int, float) and is_scalar:
+            number = kind(value)
+            if isinstance(value, str) or number == value:
+                return number
+    expected = EXPECTED.get(kind, "a group of keys")
+    problems.append(f"'{dotted}' must be {expected}, got {value!r:.80}")
+    return None
 
 
 def parse_recorded(values: Mapping[str, Any]) -> Config:
@@ -194,26 +194,22 @@ def contradictions(config: Config) -> Iterator[str]:
         )
     if problem := column_problem(data, "data."):
         yield problem
-    has_experts = model.expert_parallel_size > 1
     has_lora = model.has_adapters
+    is_used = {
+        "LoRA": has_lora,
+        "model.expert_parallel_size": model.expert_parallel_size > 1,
+    }
     excluding = (
-        ("model.expert_parallel_size", "model.compile", has_experts and model.compile),
-        ("model.expert_parallel_size", "LoRA", has_experts and has_lora),
-        (
-            "model.expert_parallel_size",
-            "model.fsdp_config.cpu_offload",
-            has_experts and model.fsdp_config.cpu_offload,
-        ),
-        ("model.freeze", "LoRA", model.freeze and has_lora),
-        ("model.new_tokens", "LoRA", model.new_tokens and has_lora),
-        (
-            "model.modules_to_save",
-            "model.lora_adapter_path",
-            model.modules_to_save and model.lora_adapter_path,
-        ),
+        ("model.expert_parallel_size", "model.compile"),
+        ("model.expert_parallel_size", "LoRA"),
+        ("model.expert_parallel_size", "model.fsdp_config.cpu_offload"),
+        ("model.freeze", "LoRA"),
+        ("model.new_tokens", "LoRA"),
+        ("model.modules_to_save", "model.lora_adapter_path"),
     )
-    for name, other, are_both_set in excluding:
-        if are_both_set:
+    for pair in excluding:
+        if all(is_used[name] if name in is_used else attrgetter(name)(config) for name in pair):
+            name, other = pair
             yield f"'{name}' does not work with {other}. Fix: remove one of them"
     for name in ("modules_to_save", "load_in_4bit"):
         if getattr(model, name) and not has_lora:

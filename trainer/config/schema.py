@@ -20,6 +20,7 @@ from trainer.config.keys import (
     not_negative,
     one_of,
     positive,
+    where,
     within,
 )
 
@@ -87,7 +88,7 @@ class ModelConfig:
         [],
         'special tokens to add, e.g. for a chat template: ["<|im_start|>","<|im_end|>"]; their '
         "embeddings start as the mean of all others plus a little noise",
-        lambda tokens: "" if all(tokens) else "must not be empty",
+        where(all, "must not be empty"),
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     master_dtype: str = key(
@@ -208,10 +209,9 @@ class OptimConfig:
     betas: list[float] = key(
         [0.9, 0.95],
         "AdamW: decay of the first and second moment",
-        lambda betas: (
-            ""
-            if len(betas) == 2 and all(0 <= b < 1 for b in betas)
-            else "must be two numbers in [0, 1)"
+        where(
+            lambda betas: len(betas) == 2 and all(0 <= b < 1 for b in betas),
+            "must be two numbers in [0, 1)",
         ),
     )
     eps: float = key(1e-8, "AdamW: added to the root of the second moment", positive)

@@ -35,7 +35,6 @@ class PackedBatch:
     """Document lengths. They are on the host, so that no kernel launch waits for the device."""
     supervised_S: Tensor
     """Positions in `labels_T` that hold a label, int64. The head computes only these positions."""
-    num_loss_tokens: int
     sample_ids: tuple[int, ...]
     sources_D: Tensor
     """Index of each document's source, int64."""
@@ -55,7 +54,6 @@ class PackedBatch:
         """Return a batch of documents with these lengths, on the host. By default, all documents
         come from the first source.
         """
-        supervised_S = (labels_T != IGNORE_INDEX).nonzero()[:, 0]
         if sources_D is None:
             sources_D = torch.zeros(len(seqlens), dtype=torch.int64)
         return cls(
@@ -64,8 +62,7 @@ class PackedBatch:
             position_ids_T=torch.cat([torch.arange(length) for length in seqlens]),
             cu_seqlens_D1=torch.tensor((0, *seqlens)).cumsum(0).to(torch.int32),
             seqlens=seqlens,
-            supervised_S=supervised_S,
-            num_loss_tokens=len(supervised_S),
+            supervised_S=_supervised(labels_T),
             sample_ids=sample_ids,
             sources_D=sources_D,
         )
@@ -105,16 +102,18 @@ class PackedBatch:
         start = sum(lengths[:rank])
         own = slice(start, start + lengths[rank])
         labels_T = self.labels_T[own]
-        supervised_S = (labels_T != IGNORE_INDEX).nonzero()[:, 0]
         return replace(
             self,
             input_ids_T=self.input_ids_T[own],
             labels_T=labels_T,
             position_ids_T=self.position_ids_T[own],
-            supervised_S=supervised_S,
-            num_loss_tokens=len(supervised_S),
+            supervised_S=_supervised(labels_T),
             start=start,
         )
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return len(self.supervised_S)
 
     @property
     def max_seqlen(self) -> int:
@@ -138,6 +137,11 @@ class PackedBatch:
             name: fn(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         return replace(self, **changed)
+
+
+def _supervised(labels_T: Tensor) -> Tensor:
+    """Return the positions of the labels, int64."""
+    return (labels_T != IGNORE_INDEX).nonzero()[:, 0]
 
 
 def share_lengths(num_tokens: int, size: int) -> list[int]:

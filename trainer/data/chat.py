@@ -1,11 +1,10 @@
 """Turns rows into samples.
 
-The chat template renders conversations; plain text is not rendered. Both are tokenized in batches.
-Spans of characters mark the supervised parts, each including its end token. The tokens that start
-inside a span are supervised.
+The chat template renders conversations; plain text is not rendered. Spans of characters mark the
+supervised parts, each including its end token. The tokens that start inside a span are supervised.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,13 +19,7 @@ from trainer.data.template import ChatTemplate, TokenTexts, Tools
 from trainer.data.tokens import Encoded, MarkedText, Span, TokenFinder, require_unicode
 from trainer.errors import DataError
 
-# one call of the tokenizer: enough text for all cores, but each token takes over 100 bytes during the call
-BATCH_CHARS = 300_000
 READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
-
-Marked = Sequence[MarkedText] | Encoded | UnusableError
-"""The texts of a row, its tokens if it already holds tokens, or the reason why it is unusable."""
-Result = list[Encoded] | UnusableError
 
 
 @dataclass(frozen=True)
@@ -65,27 +58,26 @@ class RowEncoder:
         added = self._added_tokens.values()
         self._special = TokenTexts({token.content for token in added if token.special})
 
-    def encode(self, rows: Iterable[Row]) -> Iterator[Result]:
-        """Yield the samples of each row, in row order, or the reason why the row has none."""
-        batch: list[Marked] = []
-        num_chars = 0
-        for row in rows:
-            marked = self._marked(row)
-            batch.append(marked)
-            if isinstance(marked, list):
-                num_chars += sum(len(sample.text) for sample in marked)
-            if num_chars >= BATCH_CHARS:
-                yield from self._encoded_batch(batch)
-                batch = []
-                num_chars = 0
-        yield from self._encoded_batch(batch)
+    def encode(self, row: Row) -> list[Encoded]:
+        """Return the samples of a row. Raises `UnusableError`."""
+        try:
+            item = self._parser.parse(row)
+            if isinstance(item, Encoded):
+                self._note_ends(item)
+                return [item]
+            if isinstance(item, Continuation):
+                return [self._encoded_text(item)]
+            return [self._masked(part) for part in self._parts(item)]
+        except RecursionError:
+            raise UnusableError(
+                "nested too deeply: the row has hundreds of lists or objects inside each other"
+            ) from None
 
     def prompt(self, row: Row) -> Prompt:
         """Return the prompt of a row's last answer, as in training, also if the row lacks the
         answer. Raises `UnusableError`.
         """
         item = self._parser.question(row)
-        lead: list[int] = []
         if isinstance(item, Conversation):
             template = self._template(item.tools)
             messages = [template.with_arguments(message) for message in item.messages]
@@ -95,54 +87,16 @@ class RowEncoder:
         elif isinstance(item, Continuation):
             text = item.prompt
             answer = self._without_end(item.text)
-            lead, _ = self._text_ends
         else:
             raise UnusableError("no question: the row holds tokens")
         if not text:
             raise UnusableError("no question: the row has nothing before its answer")
         ids = self._finder.ids(text)
-        if ids[: len(lead)] != lead:
-            ids = lead + ids
+        if isinstance(item, Continuation):
+            ids = self._begun(ids)
         return Prompt(text, ids, answer or None)
 
-    def _encoded_batch(self, batch: list[Marked]) -> Iterator[Result]:
-        """Tokenize all texts of a batch at once, and yield the samples of each row or the reason
-        why it has none.
-        """
-        texts = [item for samples in batch if isinstance(samples, list) for item in samples]
-        located = iter(self._finder.find(texts))
-        for samples in batch:
-            if isinstance(samples, UnusableError):
-                yield samples
-            elif isinstance(samples, Encoded):
-                yield [samples]
-            else:
-                found = [(item, next(located)) for item in samples]
-                try:
-                    yield [self._masked(item, *tokens) for item, tokens in found]
-                except UnusableError as error:
-                    yield error
-
-    def _marked(self, row: Row) -> Marked:
-        """Return the texts of a row with their supervised spans, or the reason why the row cannot
-        be used.
-        """
-        try:
-            item = self._parser.parse(row)
-            if isinstance(item, Conversation):
-                return self._marked_conversation(item)
-            if isinstance(item, Continuation):
-                return [self._marked_text(item)]
-            self._note_ends(item)
-            return item
-        except UnusableError as error:
-            return error
-        except RecursionError:
-            return UnusableError(
-                "nested too deeply: the row has hundreds of lists or objects inside each other"
-            )
-
-    def _marked_conversation(self, item: Conversation) -> Sequence[MarkedText]:
+    def _parts(self, item: Conversation) -> Sequence[Part]:
         """Render a conversation and divide it into samples as `data.turns` and `data.train_on` say.
 
         Raises `UnusableError`.
@@ -187,8 +141,8 @@ class RowEncoder:
             )
         return self._templates[source]
 
-    def _marked_text(self, item: Continuation) -> MarkedText:
-        """Return prompt and text together, with the text as the only span. Raises
+    def _encoded_text(self, item: Continuation) -> Encoded:
+        """Return the sample of a prompt and its text, which is supervised. Raises
         `UnusableError`.
         """
         text = self._without_end(item.text)
@@ -198,7 +152,19 @@ class RowEncoder:
         require_unicode(whole)
         if self.options.special_in_content == "error":
             self._special.require_none({"the text": whole})
-        return MarkedText(whole, [(len(item.prompt), len(whole))])
+        _, end_id = self._text_ends
+        self.seen.end_token_ids.add(end_id)
+        span = len(item.prompt), len(whole)
+        found, [(first, end)] = self._located(MarkedText(whole, [span]))
+        ids = [*self._begun(found.tolist()), end_id]
+        num_trained = end - first + 1
+        loss_mask = np.arange(len(ids)) >= len(ids) - num_trained
+        return Encoded(np.array(ids, dtype=np.int32), loss_mask)
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """Return the ids of a text after those that the tokenizer puts before it."""
+        lead, _ = self._text_ends
+        return ids if ids[: len(lead)] == lead else lead + ids
 
     def _without_end(self, text: str) -> str:
         return text.removesuffix(str(self.tokenizer.eos_token))
@@ -218,26 +184,9 @@ class RowEncoder:
         with_all = tokenizer.encode("a")
         return with_all[: with_all.index(first)], int(tokenizer.eos_token_id)
 
-    def _masked(
-        self, item: MarkedText, input_ids: np.ndarray, bounds: list[Span], crossed: list[int]
-    ) -> Encoded:
-        """Return the sample of a text with its spans. Raises `UnusableError`.
-
-        A server tokenizes the prompt alone. If a token crosses the start of a supervised part, the
-        text before and after that place is tokenized separately.
-        """
-        if not isinstance(item, Part):
-            return self._encoded_text(item, input_ids, bounds[0][0])
-        if crossed:
-            whole = self._decoded(input_ids.tolist())
-            input_ids, bounds = self._finder.find_apart(item, crossed)
-            if self._decoded(input_ids.tolist()) != whole:
-                raise UnusableError(
-                    "split token: one token holds the end of the prompt and the beginning of the "
-                    "assistant's text, and this tokenizer changes the text if they are separated; "
-                    "remove whitespace from the beginning of the text, or from the end of the "
-                    "template's header (data.chat_template)"
-                )
+    def _masked(self, part: Part) -> Encoded:
+        """Return the sample of a part of a conversation. Raises `UnusableError`."""
+        input_ids, bounds = self._located(part)
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for first, last in bounds:
             end_id = int(input_ids[last - 1])
@@ -250,34 +199,28 @@ class RowEncoder:
             self.seen.end_token_ids.add(end_id)
         return Encoded(input_ids, loss_mask)
 
-    def _encoded_text(self, item: MarkedText, ids: np.ndarray, num_prompt: int) -> Encoded:
-        """Return the sample of a text. `ids` are the tokens of prompt and text together, of which
-        `num_prompt` start in the prompt.
+    def _located(self, item: MarkedText) -> tuple[np.ndarray, list[Span]]:
+        """Return the token ids of a text, and the range of the tokens in each span.
 
-        The prompt has the same tokens as on a server, which tokenizes it alone. If a token crosses
-        the border, prompt and text are tokenized separately. Raises `UnusableError` if that changes
-        the text.
+        A server tokenizes the prompt alone. If a token crosses the start of a span, the text before
+        and after that place is tokenized separately. Raises `UnusableError` if that changes the
+        text.
         """
-        lead, end_id = self._text_ends
-        self.seen.end_token_ids.add(end_id)
-        ((start, _),) = item.spans
-        prompt = self._finder.ids(item.text[:start])
-        whole = ids.tolist()
-        if whole[:num_prompt] != prompt:
-            apart = prompt + self._finder.ids(item.text[start:])
-            if self._decoded(apart) != self._decoded(whole):
+        input_ids, bounds, crossed = self._finder.find(item)
+        if crossed:
+            whole = self._decoded(input_ids)
+            input_ids, bounds = self._finder.find_apart(item, crossed)
+            if self._decoded(input_ids) != whole:
                 raise UnusableError(
                     "split token: one token holds the end of the prompt and the beginning of the "
-                    "text"
+                    "supervised text, and this tokenizer changes the text if they are separated; "
+                    "remove whitespace from the beginning of the text, or from the end of the "
+                    "prompt (of a template's header: data.chat_template)"
                 )
-            whole = apart
-        if whole[: len(lead)] == lead:
-            lead = []
-        input_ids = np.array([*lead, *whole, end_id], dtype=np.int32)
-        return Encoded(input_ids, np.arange(len(input_ids)) >= len(lead) + len(prompt))
+        return input_ids, bounds
 
-    def _decoded(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    def _decoded(self, ids: np.ndarray) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     def _note_ends(self, sample: Encoded) -> None:
         """Remember the special tokens that end supervised parts of a row that holds tokens."""

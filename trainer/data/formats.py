@@ -122,14 +122,15 @@ class RowParser:
             key = self._keys.messages_key
             turns = _lookup(row.record, key)
             prompt = row.record.get("prompt")
-            if turns is None and not isinstance(prompt, str):
+            if turns is not None:
+                messages, _ = _from_turns(row.record, key, turns)
+            elif not isinstance(prompt, str):
                 raise
-        if turns is not None:
-            messages, _ = _from_turns(row.record, key, turns)
+            elif self._keys.text_key is not None or not self._tokenizer.chat_template:
+                return Continuation(prompt, "")
+            else:
+                messages = [_message("user", prompt)]
             return self._conversation(row.record, messages)
-        if self._keys.text_key is not None or not self._tokenizer.chat_template:
-            return Continuation(prompt, "")
-        return self._conversation(row.record, [_message("user", prompt)])
 
     def _recognised(self, row: Row) -> Recognised:
         """Try the formats in the order that docs/data.md lists. Raises `UnusableError`."""
@@ -316,7 +317,8 @@ def _from_turns(record: Record, key: str, turns: Any) -> tuple[list[Any], tuple[
 
 
 def _system(record: Record) -> list[Message]:
-    return [_message("system", record["system"])] if record.get("system") else []
+    text = record.get("system")
+    return [] if text in (None, "") else [_message("system", text)]
 
 
 def _from_sharegpt(turn: Any, where: str) -> Message:
@@ -353,7 +355,7 @@ def _from_alpaca(record: Record) -> list[Any]:
             )
         messages += [_message("user", turn[0]), _message("assistant", turn[1])]
     prompt = _text(record["instruction"], "'instruction'")
-    if record.get("input"):
+    if record.get("input") not in (None, ""):
         prompt = "\n".join(filter(None, [prompt, _text(record["input"], "'input'")]))
     return messages + _from_pair(prompt, record["output"], "instruction", "output")
 

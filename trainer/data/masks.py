@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from trainer.data.formats import Message
@@ -38,7 +39,7 @@ class Renderings:
         self.turns = [
             index for index, message in enumerate(messages) if message["role"] == "assistant"
         ]
-        self._made: dict[tuple[int, bool], tuple[str, list[Span]]] = {}
+        self._rendered = cache(self._render)
 
     def divide(self, trained: list[int], mode: str, seen: Summary) -> list[Part]:
         """Return the samples that supervise the turns `trained`. `mode` is the value of
@@ -59,41 +60,35 @@ class Renderings:
             self._whole  # noqa: B018  raises if the whole conversation cannot be rendered
             try:
                 together = self._together(trained)
-                if self._is_as_served(together):
-                    return [together]
             except UnusableError as error:
                 problem = error
-        parts = []
-        for index in trained:
-            if (part := self._served(index)) is not None:
-                parts.append(part)
-            elif together is None:
-                raise problem or UnusableError(
-                    f"chat template: message {index + 1} (assistant) does not begin with its "
-                    f"generation prompt's header; change data.apply_chat_template_kwargs or "
-                    f"data.chat_template, or set data.turns=together"
-                )
-        if len(parts) == len(trained):
-            seen.num_apart += 1
-            return parts
-        assert together is not None
-        seen.num_unlike_prompt += len(trained) - len(parts)
-        return [together]
+        served = [self._served(index) for index in trained]
+        parts = [part for part in served if part is not None]
+        num_missing = len(served) - len(parts)
+        if together is not None and (num_missing or _shows(together, parts)):
+            seen.num_unlike_prompt += num_missing
+            return [together]
+        if num_missing:
+            number = trained[served.index(None)] + 1
+            raise problem or UnusableError(
+                f"chat template: message {number} (assistant) does not begin with its generation "
+                f"prompt's header; change data.apply_chat_template_kwargs or data.chat_template, "
+                f"or set data.turns=together"
+            )
+        seen.num_apart += 1
+        return parts
 
     # Renderings
 
-    def _rendered(self, num_messages: int, *, prompt: bool = False) -> tuple[str, list[Span]]:
+    def _render(self, num_messages: int, *, prompt: bool = False) -> tuple[str, list[Span]]:
         """Render the first `num_messages` messages. With `prompt`, add the generation prompt, as a
         server does. Return the text, and the spans inside generation tags.
         """
-        key = num_messages, prompt
-        if key not in self._made:
-            messages = self._messages[:num_messages]
-            text, tagged = self._template.render(messages, self._tools, prompt=prompt)
-            if num_messages - 1 in self.turns and not prompt:
-                text += self._template.end_after(messages[-1])
-            self._made[key] = text, tagged
-        return self._made[key]
+        messages = self._messages[:num_messages]
+        text, tagged = self._template.render(messages, self._tools, prompt=prompt)
+        if num_messages - 1 in self.turns and not prompt:
+            text += self._template.end_after(messages[-1])
+        return text, tagged
 
     def _upto(self, num_messages: int, *, prompt: bool = False) -> str:
         text, _ = self._rendered(num_messages, prompt=prompt)
@@ -227,22 +222,6 @@ class Renderings:
 
     # Turns as a model generates them on a server
 
-    def _is_as_served(self, part: Part) -> bool:
-        """Return True if the supervised turns look the same in the whole rendering as in
-        `_served`.
-        """
-        text = part.text
-        if len(part.spans) != len(part.turns):
-            return False
-        for index, (start, end) in zip(part.turns, part.spans, strict=True):
-            prompt = self._upto(index, prompt=True)
-            is_generated = start == len(prompt) or (
-                self._template.has_generation_tags and start > len(prompt)
-            )
-            if not (is_generated and text.startswith(prompt) and text[:end] == self._closed(index)):
-                return False
-        return True
-
     def _served(self, index: int) -> Part | None:
         """Return a sample that consists of the prompt, as a server renders it, and the turn. Return None if
         the rendered turn does not begin with the header at the end of the prompt.
@@ -278,8 +257,9 @@ class Renderings:
         if not index or not header:
             return None
         last = self._messages[index - 1]
-        content = last["content"].rstrip()
-        changed = {**last, "content": content + MARK + last["content"][len(content) :]}
+        text = last["content"] or ""
+        content = text.rstrip()
+        changed = {**last, "content": content + MARK + text[len(content) :]}
         messages = [*self._messages[: index - 1], changed, self._messages[index]]
         marked, _ = self._template.render(messages, self._tools)
         before, _, after = marked.partition(MARK)
@@ -287,6 +267,13 @@ class Renderings:
         if at < 0 or not self._upto(index + 1).startswith(before + after):
             return None
         return len(before) + at + len(header)
+
+
+def _shows(together: Part, parts: list[Part]) -> bool:
+    """Return True if a whole conversation contains each turn, and all before it, as its part does."""
+    return together.spans == [span for part in parts for span in part.spans] and all(
+        together.text[:end] == part.text[:end] for part in parts for _, end in part.spans
+    )
 
 
 # Parts of a message that the template leaves out
@@ -357,7 +344,7 @@ def _with_marks(message: Message, index: int, marks: Marks) -> Message:
         reasoning += mark(REASONING)
     if answer.strip():
         answer += mark(TEXT)
-    if end or answer.strip():
+    if message["content"]:
         message["content"] = reasoning + end + answer
     keys = [
         key for key in REASONING_KEYS if isinstance(message.get(key), str) and message[key].strip()

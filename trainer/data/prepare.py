@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.chat import Result, RowEncoder
+from trainer.data.chat import RowEncoder
 from trainer.data.formats import columns_of
 from trainer.data.readers import RowBlock, iter_blocks
 from trainer.data.rows import PrepareOptions, Summary, UnusableError
@@ -74,10 +74,10 @@ def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> Prepa
     tokens = [np.zeros(0, dtype=TOKEN)]
     rows = list(block.rows())
     seen = encoder.seen
-    for row, result in zip(rows, encoder.encode(rows), strict=True):
+    for row in rows:
         place = {"file": str(row.file), "line": row.line}
         try:
-            samples, num_tokens, action = _fitted(encoder, result)
+            samples, num_tokens, action = _fitted(encoder, encoder.encode(row))
         except UnusableError as error:
             bad.append(place | {"reason": str(error), "excerpt": reprlib.repr(row.record)})
             seen.bad_rows_by_kind[str(error).partition(":")[0]] += 1
@@ -97,13 +97,11 @@ def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> Prepa
     return PreparedRows(np.concatenate(tokens), kept, bad, over_long, seen.take())
 
 
-def _fitted(encoder: RowEncoder, samples: Result) -> tuple[list[Encoded], int, str]:
+def _fitted(encoder: RowEncoder, samples: list[Encoded]) -> tuple[list[Encoded], int, str]:
     """Return (samples of at most `max_length` tokens, length of the longest sample before cutting,
     action). The action is `cut` or `dropped` for an over-long row, '' for any other row. Raises
     `UnusableError`.
     """
-    if isinstance(samples, UnusableError):
-        raise samples
     max_length = encoder.options.max_length
     truncation = encoder.options.truncation
     num_tokens = max(len(sample.input_ids) for sample in samples)
@@ -212,13 +210,13 @@ def write_samples(
     encoder: RowEncoder,
     files: list[Path],
     options: PrepareOptions,
-    progress: Callable[[], None],
+    progress: Callable[[int], None],
 ) -> Summary:
     """Prepare all rows of `files` in order. Append the samples, and lists of bad and over-long
     rows, to files in `directory`. Return counts of the rows.
 
-    `progress` is called after each block. If bad rows are errors, reading stops after a first block
-    without a good row.
+    `progress` is called with the number of samples after each block. If bad rows are errors,
+    reading stops after a first block without a good row.
     """
     summary = Summary()
     # of the ids, masks and bounds of all samples in order
@@ -239,7 +237,7 @@ def write_samples(
             arrays = part.tokens & ~SUPERVISED, part.tokens < 0, part.samples["end"]
             for digest, array in zip(digests, arrays, strict=True):
                 digest.update(array.tobytes())
-            progress()
+            progress(summary.num_samples)
             if options.on_bad_row == "error" and summary.num_bad_rows == summary.num_rows:
                 break
     joined = "".join(digest.hexdigest() for digest in digests)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,16 +43,12 @@ class RowBlock:
         if isinstance(content, pa.RecordBatch):
             content = enumerate(_records(content), start=self.first)
         for number, item in content:
-            record = _parsed(item) if isinstance(item, bytes) else item
+            record = item
             problem = None
-            if isinstance(record, UnusableError):
-                problem = record
-                record = item if isinstance(item, bytes) else ""
-            elif not isinstance(record, dict):
-                kind = type(record).__name__
-                problem = UnusableError(
-                    f"not an object: the row is a {kind}; each row must be an object"
-                )
+            try:
+                record = _parsed(item)
+            except UnusableError as error:
+                problem = error
             yield Row(self.path, number, record, self.unread, problem)
 
 
@@ -97,14 +94,35 @@ def _iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             raise DataError(f"'{path}' cannot be read after line {number}: {error}") from error
 
 
-def _parsed(line: bytes) -> object:
-    """Return the JSON value of a line, or an `UnusableError` with the reason why it has none."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises `ValueError` for a repeated key, because only its last value
+    would be kept.
+    """
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has several values for the key {key!r}")
+    return record
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
+def _parsed(item: object) -> dict[str, Any]:
+    """Return the record of a row, which may be a line with JSON. Raises `UnusableError`."""
     try:
-        return json.loads(line.decode("utf-8"))
+        record = DECODER.decode(item.decode("utf-8")) if isinstance(item, bytes) else item
     except UnicodeDecodeError as error:
-        return UnusableError(f"bad UTF-8: {error}")
+        raise UnusableError(f"bad UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
-        return UnusableError(f"broken JSON: {error}; each line must be one JSON object")
+        reason = f"broken JSON: {error}; each line must be one JSON object"
+        raise UnusableError(reason) from error
+    if isinstance(record, UnusableError):
+        raise record
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        raise UnusableError(f"not an object: the row is a {kind}; each row must be an object")
+    return record
 
 
 def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
@@ -112,7 +130,7 @@ def _iter_json(path: Path) -> Iterator[tuple[int, object]]:
     with _open(path) as file:
         raw = file.read()
     try:
-        records = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+        records = DECODER.decode(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"'{path}' is not valid JSON: {error}.\n"

@@ -130,8 +130,15 @@ class ChatTemplate:
                 f"Fix: repair it, or set data.chat_template to a different one"
             ) from error
         except Exception as error:  # templates run arbitrary expressions on the row
+            reason = f"{type(error).__name__}: {error}"
+            roles = (message["role"] for message in messages)
+            if next((role for role in roles if role != "system"), "assistant") == "assistant":
+                reason += (
+                    "; the conversation begins with an assistant turn, which many templates refuse: "
+                    "begin it with a user message, or choose another template (data.chat_template)"
+                )
             raise UnusableError(
-                f"chat template: cannot render the conversation: {type(error).__name__}: {error}"
+                f"chat template: cannot render the conversation: {reason}"
             ) from error
         (text, *_), spans = rendered
         require_unicode(text)

@@ -21,7 +21,7 @@ import tokenizers
 import transformers
 
 from trainer.data.chat import RowEncoder
-from trainer.data.prepare import BAD_ROWS, ROW, ROWS, write_samples
+from trainer.data.prepare import BAD_ROWS, write_samples
 from trainer.data.rows import PrepareOptions, Summary, location
 from trainer.data.samples import CHECKSUMS, SUMMARY, TokenDataset, open_dataset
 from trainer.errors import CannotWriteError, DataError
@@ -73,9 +73,8 @@ def prepare(
             encoder = RowEncoder(tokenizer, options)
             shown = ProgressLines("tokenize", ", ".join(map(str, files[:NUM_SHOWN])))
 
-            def advance() -> None:
+            def advance(num_samples: int) -> None:
                 progress()
-                num_samples = (staging / ROWS).stat().st_size // ROW.itemsize
                 shown.tell(f"{num_samples:,} samples")
 
             summary = write_samples(staging, encoder, files, options, advance)

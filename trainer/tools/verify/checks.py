@@ -157,13 +157,16 @@ def rows(launch: Launch) -> Iterator[Checked]:
         tokenizer, _, options = encoders.encoding(source)
         columns = columns_of(source.keys)
         first_rows = [row for path in paths for row in islice(iter_rows(path, columns), 1)]
-        results = RowEncoder(tokenizer, options).encode(first_rows)
-        for row, result in zip(first_rows, results, strict=True):
+        encoder = RowEncoder(tokenizer, options)
+        for row in first_rows:
             place = location(row.file, row.line)
-            if isinstance(result, UnusableError):
+            try:
+                result = encoder.encode(row)
+            except UnusableError as error:
                 fix = "repair the row; with data.on_bad_row=skip training skips it"
-                yield Checked("fail" if is_strict else "warn", f"{place}: {result}", fix)
-            elif result and not is_shown:
+                yield Checked("fail" if is_strict else "warn", f"{place}: {error}", fix)
+                continue
+            if result and not is_shown:
                 is_shown = True
                 ids = result[0].input_ids
                 mask = result[0].loss_mask

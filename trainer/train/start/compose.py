@@ -37,6 +37,15 @@ IMPLEMENTATIONS: dict[str, Mapping[str, object]] = {
     "trainer.logger": BACKENDS,
 }
 """Keys whose values are names in a dictionary of implementations."""
+NAME_OR_NUMBER = r"[+-]?\d[\d.]*_[\d._]*|0\d+|\d+(?::\d+)+"
+"""Text that hydra or YAML would read as a number, although a name may be meant: 1_0 as 10, 010 as 8,
+1:30 as 90. It stays text; keys whose values are numbers convert it.
+"""
+UNQUOTED = re.compile(
+    r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
+    rf"""|(^[\w.]+=|[\[,]\s*|[{{,]\s*\w+:\s*)({NAME_OR_NUMBER})(?=\s*(?:[,\]}}]|$))"""
+)
+"""In an override: quoted text (1), or such a number (3) and what is before it (2)."""
 USAGE = f"""usage: {call("train [N] [key=value ...]")}
   N                      ranks on this machine; default: the number of GPUs, else 2
   key=value              any key of conf/sft.yaml
@@ -116,8 +125,9 @@ def _parse_override(word: str) -> dict[str, Any]:
         )
     if "=" not in word or word.startswith(("-", "~")):
         raise ConfigError(f"'{word}' is not of the form key=value{SEE_HELP}")
+    quoted = UNQUOTED.sub(lambda found: found[1] or f"{found[2]}'{found[3]}'", word.lstrip("+"))
     try:
-        (override,) = OverridesParser.create().parse_overrides([word.lstrip("+")])
+        (override,) = OverridesParser.create().parse_overrides([quoted])
     except OverrideParseException as error:
         raise ConfigError(f"cannot read '{word}'. Fix: quote its value, key='\"value\"'") from error
     except HydraException as error:
@@ -178,8 +188,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     """
     try:
         text = read_regular(path, limit_bytes=RECIPE_BYTES).decode()
-        _require_harmless(text)
-        tree = OmegaConf.create(text)
+        tree = OmegaConf.create(_harmless(text))
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"recipe {path}, line {line}: {error.problem}") from error
@@ -193,8 +202,9 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
-def _require_harmless(text: str) -> None:
-    """Refuse a recipe that could exhaust the machine or reveal a secret.
+def _harmless(text: str) -> str:
+    """Return a recipe in which text that may be a name is quoted (`NAME_OR_NUMBER`). Refuse a recipe that could
+    exhaust the machine or reveal a secret.
 
     Aliases of aliases grow without bound, and the parser takes minutes for deep nesting.
     Interpolations other than `${group.key}` are refused, because a recipe from elsewhere could read
@@ -204,6 +214,8 @@ def _require_harmless(text: str) -> None:
     `yaml.YAMLError`.
     """
     depth = 0
+    pieces = []
+    copied = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         place = f"line {event.start_mark.line + 1}"
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -216,9 +228,15 @@ def _require_harmless(text: str) -> None:
         if depth > MAX_RECIPE_DEPTH:
             raise ConfigError(f"{place}: more than {MAX_RECIPE_DEPTH} levels of nesting")
         is_text = isinstance(event, yaml.ScalarEvent)
+        if is_text and event.implicit[0] and re.fullmatch(NAME_OR_NUMBER, event.value):
+            start = event.start_mark.index
+            pieces.append(text[copied:start])
+            pieces.append(f"'{event.value}'")
+            copied = event.end_mark.index
         if is_text and "${" in re.sub(r"\$\{[\w.]+\}", "", event.value):
             raise ConfigError(
                 f"{place}: {event.value!r:.200} is not a reference to a key (${{group.key}}). A run "
                 f"would log values of the environment.\nFix: remove it from the recipe, and pass the "
                 f"key on the command line"
             )
+    return "".join([*pieces, text[copied:]])
