@@ -1,5 +1,10 @@
-"""Whole runs of the toy model on ranks: start, resume, train, save, with the project's own parts."""
+"""Whole runs of the toy model on ranks: start, resume, train, save, with the project's own
+parts and a trace.
+"""
 
+import hashlib
+import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,6 +45,7 @@ CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8
 TOLD: list[tuple[str, int, str]] = []
 """What became of the saves of this rank: kind, step, message."""
+TRACE = "trace.jsonl"
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Recipe:
     async_save: bool = False
     save_timeout_s: int = 30
     resume_allow: tuple[str, ...] = ()
+    has_trace: bool = False
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     """Other settings of `trainer.checkpoint`."""
 
@@ -214,7 +221,7 @@ def run(
         checkpoints.settle(start.checkpoint.step, parts.guard.history)
     loaded = full_parameters(model)
     loaded_moments = moments_of(parts)
-    recorder = Recorder()
+    recorder = Tracer(run_dir / TRACE, parts) if recipe.has_trace and world.is_main else Recorder()
     parts.checkpoints, parts.tracking = checkpoints, recorder  # type: ignore[assignment]
     with patch.object(step, "local_square_sum", gradient_sum):
         code = 0 if start.is_complete else fit(parts)
@@ -258,6 +265,43 @@ def moments_of(parts: Run) -> dict[str, torch.Tensor]:
         for name, parameter in parts.model.named_parameters()
         for key, value in parts.optimizer.state[parameter].items()
     }
+
+
+class Tracer(Recorder):
+    """Appends a line per step to a file: exact loss, norm, rate; a digest of this rank's state."""
+
+    def __init__(self, path: Path, parts: Run) -> None:
+        super().__init__()
+        self._parts = parts
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
+        super().log(data, step, kind)
+        if "train/loss" not in data:
+            return
+        line = {
+            "step": step,
+            "loss": float(data["train/loss"]).hex(),
+            "grad_norm": float(data["train/grad_norm"]).hex(),
+            "lr": float(data["train/lr(1e-3)"]).hex(),
+            "state": self._digest(),
+        }
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for parameter in self._parts.model.parameters():
+            for tensor in (parameter, *self._parts.optimizer.state[parameter].values()):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                digest.update(local.detach().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def read_trace(run_dir: Path) -> list[dict[str, Any]]:
+    """Whole lines only: the last may be torn by a kill."""
+    path = run_dir / TRACE
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:

@@ -1,4 +1,4 @@
-/* A disk that keeps only what was synced: loaded before libc.
+/* A disk that keeps only what was synced, and a heap that runs out when told: loaded before libc.
 
 Below DISK_ROOT each fsync leaves a copy in DISK_SHADOW, named by inode: the bytes of a file, or
 the entries of a directory. DISK_ROOT has to be on a tmpfs, which never uses an inode number twice.
@@ -7,11 +7,15 @@ With DISK_FORGETS_NAMES the disk lies: it answers to the sync of a directory and
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 static void list_entries(const char *directory, FILE *target) {
@@ -66,4 +70,63 @@ int fsync(int descriptor) {
 
 int fdatasync(int descriptor) {
     return fsync(descriptor);
+}
+
+/* Allocations of at least LARGE bytes are counted; one, or each from it on, fails. */
+enum { LARGE = 16384 };
+static atomic_long num_seen, failing_number;
+static atomic_int lasts;
+
+/* Let the allocation of this number fail from now on, none for 0; return how many were seen. */
+long fail_allocation(long number, int is_lasting) {
+    long seen = num_seen;
+    failing_number = 0;
+    num_seen = 0;
+    lasts = is_lasting;
+    failing_number = number;
+    return seen;
+}
+
+static int fails(size_t num_bytes) {
+    if (num_bytes < LARGE)
+        return 0;
+    long number = ++num_seen;
+    if (!failing_number || (lasts ? number < failing_number : number != failing_number))
+        return 0;
+    errno = ENOMEM;
+    return 1;
+}
+
+void *__libc_malloc(size_t);
+void *__libc_calloc(size_t, size_t);
+void *__libc_realloc(void *, size_t);
+void *__libc_memalign(size_t, size_t);
+
+void *malloc(size_t num_bytes) {
+    return fails(num_bytes) ? NULL : __libc_malloc(num_bytes);
+}
+
+void *calloc(size_t count, size_t num_bytes) {
+    return fails(count * num_bytes) ? NULL : __libc_calloc(count, num_bytes);
+}
+
+void *realloc(void *block, size_t num_bytes) {
+    return fails(num_bytes) ? NULL : __libc_realloc(block, num_bytes);
+}
+
+void *aligned_alloc(size_t alignment, size_t num_bytes) {
+    return fails(num_bytes) ? NULL : __libc_memalign(alignment, num_bytes);
+}
+
+int posix_memalign(void **block, size_t alignment, size_t num_bytes) {
+    if (fails(num_bytes))
+        return ENOMEM;
+    *block = __libc_memalign(alignment, num_bytes);
+    return *block ? 0 : ENOMEM;
+}
+
+void *mmap(void *place, size_t num_bytes, int protection, int flags, int file, off_t offset) {
+    if ((flags & MAP_ANONYMOUS) && fails(num_bytes))
+        return MAP_FAILED;
+    return (void *)syscall(SYS_mmap, place, num_bytes, protection, flags, file, offset);
 }

@@ -10,7 +10,7 @@ from sweeps import short_or_full
 from trainer.checkpoint import fsio, lock, retention, rollback
 from trainer.checkpoint.save import Agreement, Saver
 
-NUM_SCHEDULES = short_or_full(800, full=20_000)
+NUM_SCHEDULES = short_or_full(2000, full=20_000)
 NUM_PARTS = 4
 MAX_TRIES = 800
 """Seeds within which a missing safeguard shows."""

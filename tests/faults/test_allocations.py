@@ -1,0 +1,55 @@
+"""The short form of allocations.py: a run that lacks memory names the cause and harms nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from faults import allocations
+from faults.allocations import RECIPE, Scene, unnamed
+from faults.save_points import Survey
+from ranks import run_ranks
+from sweeps import short_or_full
+from toy_runs import run
+
+from trainer.checkpoint import fsio
+from trainer.runtime.distributed import World
+
+NUM_CASES = short_or_full(2, full=20)
+
+
+def test_a_failed_allocation_is_named_and_harms_nothing(tmp_path):
+    command = [sys.executable, allocations.__file__, "--cases", str(NUM_CASES), "--seed", "3"]
+    command += ["--output", str(tmp_path / "result.json")]
+    done = subprocess.run(command, timeout=300, capture_output=True, text=True)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert done.returncode == 0, result["faults"]
+    assert sum(result["counts"].values()) == NUM_CASES
+
+
+def train_without_memory_to_delete(world: World, run_dir: Path, scene: Scene) -> int:
+    """Repeat allocation 1030 of seed 8: no memory to list the trash of the last rotation."""
+    listed = fsio.list_dir
+
+    def list_dir(path: Path) -> list[str]:
+        if path.name.startswith(".trash_global_step_6"):
+            raise MemoryError
+        return listed(path)
+
+    fsio.list_dir = list_dir
+    return run(world, run_dir, scene.source, RECIPE).exit_code
+
+
+def test_a_start_removes_what_the_last_rotation_of_a_finished_run_left(tmp_path):
+    scene = Scene(tmp_path)
+    run_dir = scene.copy_to(tmp_path / "run")
+    assert run_ranks(train_without_memory_to_delete, 2, run_dir, scene) == [0, 0]
+    (left,) = Survey.of(run_dir).leftovers
+    assert left.startswith(".trash_global_step_6")
+    assert scene.resume(run_dir) == []
+
+
+def test_an_exit_of_the_c_library_names_the_cause_on_the_error_stream():
+    """This happened in allocation 592 of seed 8."""
+    assert unnamed("cannot allocate memory for thread-local data: ABORT\n") == []
+    assert unnamed("") != []
