@@ -6,6 +6,7 @@ inside a span are supervised.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -80,11 +81,18 @@ class RowEncoder:
                 num_chars = 0
         yield from self._encoded_batch(batch)
 
-    def prompt(self, row: Row) -> Prompt:
+    def is_plain_text(self, row: Row) -> bool:
+        """Return True if training reads a row as plain text."""
+        with suppress(UnusableError, RecursionError):
+            return isinstance(self._parser.parse(row), Continuation)
+        return False
+
+    def prompt(self, row: Row, *, is_text: bool) -> Prompt:
         """Return the prompt of a row's last answer, as in training, also if the row lacks the
-        answer. Raises `UnusableError`.
+        answer. A lone `prompt` is plain text if `is_text`, else a user message. Raises
+        `UnusableError`.
         """
-        item = self._parser.question(row)
+        item = self._parser.question(row, is_text=is_text)
         lead: list[int] = []
         if isinstance(item, Conversation):
             template = self._template(item.tools)

@@ -110,9 +110,10 @@ class RowParser:
         self._seen.unread_columns.update([*unread, *row.unread])
         return item
 
-    def question(self, row: Row) -> Item:
-        """Return the item of a row that may have no answer: `prompt` alone is a question. Raises
-        `UnusableError`.
+    def question(self, row: Row, *, is_text: bool) -> Item:
+        """Return the item of a row that may have no answer: `prompt` alone is a question.
+
+        `is_text`: such a prompt is plain text, not a user message. Raises `UnusableError`.
         """
         try:
             return self.parse(row)
@@ -127,7 +128,8 @@ class RowParser:
         if turns is not None:
             messages, _ = _from_turns(row.record, key, turns)
             return self._conversation(row.record, messages)
-        if self._keys.text_key is not None or not self._tokenizer.chat_template:
+        is_text |= self._keys.text_key is not None or not self._tokenizer.chat_template
+        if is_text:
             return Continuation(prompt, "")
         return self._conversation(row.record, [_message("user", prompt)])
 
