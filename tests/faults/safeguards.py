@@ -348,7 +348,7 @@ SAFEGUARDS = (
         RESTORE,
         "            if _fetched(storage, place, path, staging) == record:\n",
         "            if _fetched(storage, place, path, staging):\n",
-        "unit/test_mirror.py",
+        MIRROR,
     ),
     Mutation(
         "logs from a mirror are unpacked whatever their size",
