@@ -5,7 +5,7 @@ Spans of characters mark the supervised parts, each including its end token. The
 inside a span are supervised.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,9 +87,9 @@ class RowEncoder:
             return isinstance(self._parser.parse(row), Continuation)
         return False
 
-    def prompt(self, row: Row, *, is_text: bool) -> Prompt:
+    def prompt(self, row: Row, *, is_text: Callable[[], bool]) -> Prompt:
         """Return the prompt of a row's last answer, as in training, also if the row lacks the
-        answer. A lone `prompt` is plain text if `is_text`, else a user message. Raises
+        answer. `is_text` says whether a lone `prompt` is plain text or a user message. Raises
         `UnusableError`.
         """
         item = self._parser.question(row, is_text=is_text)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -110,10 +110,11 @@ class RowParser:
         self._seen.unread_columns.update([*unread, *row.unread])
         return item
 
-    def question(self, row: Row, *, is_text: bool) -> Item:
+    def question(self, row: Row, *, is_text: Callable[[], bool]) -> Item:
         """Return the item of a row that may have no answer: `prompt` alone is a question.
 
-        `is_text`: such a prompt is plain text, not a user message. Raises `UnusableError`.
+        `is_text` says whether such a prompt is plain text or a user message. Raises
+        `UnusableError`.
         """
         try:
             return self.parse(row)
@@ -128,8 +129,7 @@ class RowParser:
         if turns is not None:
             messages, _ = _from_turns(row.record, key, turns)
             return self._conversation(row.record, messages)
-        is_text |= self._keys.text_key is not None or not self._tokenizer.chat_template
-        if is_text:
+        if self._keys.text_key is not None or not self._tokenizer.chat_template or is_text():
             return Continuation(prompt, "")
         return self._conversation(row.record, [_message("user", prompt)])
 

@@ -1,8 +1,9 @@
 """Reads the questions for a model, with the prompts that training would make of their rows."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def read_questions(run_dir: Path, path: Path | None, *, answer_key: str) -> list
             f"Fix: a file with rows of messages or {PROMPT} (.jsonl, .json, .parquet)"
         )
     encoders = Encoders(config, _model_of(run_dir, config))
-    is_text = _is_trained_on_text(config, encoders)
+    is_text = cache(lambda: _is_trained_on_text(config, encoders))  # may download the data
     questions = []
     for (source, paths), wanted in zip(sources, places, strict=True):
         encoder = encoders.row_encoder(source)
@@ -97,7 +98,9 @@ def _rows(paths: list[Path], columns: tuple[str, ...]) -> Iterator[Row]:
     return chain.from_iterable(iter_rows(path, columns) for path in paths)
 
 
-def _question(row: Row, encoder: RowEncoder, answer_key: str, *, is_text: bool) -> Question:
+def _question(
+    row: Row, encoder: RowEncoder, answer_key: str, *, is_text: Callable[[], bool]
+) -> Question:
     place = location(row.file, row.line)
     try:
         prompt = encoder.prompt(row, is_text=is_text)
