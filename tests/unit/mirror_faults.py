@@ -94,9 +94,6 @@ class FaultyStorage(MemoryFileSystem):
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
         self.pipe_file(rpath, Path(lpath).read_bytes())
 
-    def rm_file(self, path: str) -> None:
-        self._change([path], lambda: self.store.pop(self._strip_protocol(path), None), lambda: None)
-
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
         names = sorted(
             name for name in self.store if name.startswith(self._strip_protocol(path) + "/")

@@ -173,18 +173,14 @@ def test_a_mirror_that_another_machine_took_over_is_left_to_it(run_dir, tmp_path
     assert steps_in(storage) == [2, 4, 8]
 
 
-@pytest.mark.parametrize("loses", [["mirror"], ["directory"], ["mirror", "directory"]])
-def test_a_mirror_or_a_run_directory_of_an_older_version_has_no_id_and_gets_one(loses, run_dir):
+def test_a_run_directory_that_lost_its_id_gets_it_back(run_dir):
     storage = mirrored(run_dir, 2, 4)
-    claim = f"{URL}/run.json"
-    if "mirror" in loses:
-        storage._put(claim, b'{"project_name": "toy", "experiment_name": "toy"}\n')
-    if "directory" in loses:
-        (run_dir / STATE).unlink()
+    (run_dir / STATE).unlink()
     restored(run_dir, storage)
     save(run_dir, 6)
     uploader(run_dir, storage).sync()
-    assert json.loads(storage.cat_file(claim))["id"] == read_object(run_dir / STATE)["id"]
+    claim = json.loads(storage.cat_file(f"{URL}/run.json"))
+    assert claim["id"] == read_object(run_dir / STATE)["id"]
     assert steps_in(storage) == [2, 4, 6]
 
 
