@@ -179,6 +179,14 @@ def test_killed_at_any_operation_there_is_no_half_export(checkpoint, tmp_path):
     assert after == [("fsync_dir", tmp_path)]
 
 
+@pytest.mark.parametrize("asked", [{"lora": "merged"}, {"lora": "adapter"}, {"base": Path("x")}])
+def test_options_of_adapters_are_refused_for_a_whole_model(checkpoint, tmp_path, asked):
+    """They were accepted, and changed nothing."""
+    with pytest.raises(ConfigError, match="not adapters"):
+        export_from_shards(checkpoint, tmp_path / "export", dtype="float32", **asked)
+    assert not others(tmp_path / "export") and not (tmp_path / "export").exists()
+
+
 def test_values_beyond_float16_are_refused(source, tmp_path):
     run_ranks(save_once, 1, tmp_path / "run", source, 7e4)
     with pytest.raises(

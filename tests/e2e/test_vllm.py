@@ -4,6 +4,7 @@ that has vLLM.
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -30,7 +31,6 @@ from transformers import (
 )
 from whole_models import WRAPPERS, write_whole_model
 
-from trainer.checkpoint.offline_export import export_from_shards
 from trainer.cli import evaluate
 from trainer.config import ConfigError
 from trainer.model.pretrained import ModelSource
@@ -51,6 +51,7 @@ FAMILIES = short_or_full(
 )
 WHOLE = "gemma3"
 """A checkpoint of text and images."""
+PARAM_DTYPE = "model.fsdp_config.param_dtype"
 HEADS_OF_VLLM = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
 """Its kernels on CPU take heads of 32 and more."""
 
@@ -114,40 +115,28 @@ def trained(run_dir: Path, steps: int, *words: str, num_ranks: int = 2) -> Path:
 
 
 def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
-    """(base, checkpoint with both exports)."""
+    """Return the base model and the exported adapter."""
     base = Path(shutil.copytree(MODEL_DIR, root / "base"))
     write_weights(base)
     words = [f"model.partial_pretrain={base}", "model.lora_rank=8", "optim.lr=0.005"]
-    words += [
-        "trainer.checkpoint.save_contents=[model,optimizer,extra,merged_model]",
-        "trainer.checkpoint.export_dtype=float32",
-    ]
-    return base, trained(root / "run", 8, cache, *words, "model.fsdp_config.param_dtype=float32")
+    words += [f"{key}=float32" for key in ("trainer.checkpoint.export_dtype", PARAM_DTYPE)]
+    return base, trained(root / "run", 8, cache, *words) / "huggingface"
 
 
 def evaluated(run_dir: Path, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
     """`evaluate` of the held-out tasks, exit code; `answer` stands for the process of vLLM,
     which is told a job.
     """
-    words = [
-        str(run_dir),
-        "--score",
-        "exec",
-        "--allow-code",
-        "--answer",
-        "check",
-        "--engine",
-        "vllm",
-        "--max-new-tokens",
-        "120",
-    ]
+    words = shlex.split(
+        "--score exec --allow-code --answer check --engine vllm --max-new-tokens 120"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             engines,
             "ask_vllm",
             lambda export, asked, python: answer({"model": export, "adapter": None, **asked}),
         )
-        return evaluate.main([*words, "--python", os.environ["VLLM_PYTHON"]])
+        return evaluate.main([str(run_dir), *words, "--python", os.environ["VLLM_PYTHON"]])
 
 
 def asked_by_evaluate(run_dir: Path) -> dict[str, Any]:
@@ -178,21 +167,16 @@ def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
     write_whole(root / WHOLE)
     run_ranks(export_families, 1, root)
     (root / "adapter").mkdir()
-    base, checkpoint = run_adapter(root / "adapter", cache)
-    export_from_shards(checkpoint, root / "adapter-export", dtype="float32", lora="adapter")
+    base, adapter = run_adapter(root / "adapter", cache)
     ids = random_ids(VOCAB)
     # so many steps make the tokens of its answers certain; a second rank would take half as long
     # again
-    export = trained(root / "run", 150, cache, num_ranks=1) / "huggingface"
+    words = (cache, "data.val_ratio=0.005")
+    export = trained(root / "run", 150, *words, num_ranks=1) / "huggingface"
     return {
         "quickstart": {"model": export, "question": QUESTION},
         "evaluate": asked_by_evaluate(root / "run"),
-        "adapter": {
-            "model": base,
-            "adapter": root / "adapter-export",
-            "ids": random_ids(500),
-        },
-        "merged": {"model": checkpoint / "huggingface", "ids": random_ids(500)},
+        "adapter": {"model": base, "adapter": adapter, "ids": random_ids(500)},
         **{name: {"model": root / f"{name}-export", "ids": ids} for name in (*FAMILIES, WHOLE)},
     }
 
@@ -248,7 +232,7 @@ def test_evaluate_scores_what_vllm_wrote(jobs, served, root):
     assert evaluated(root / "run", lambda job: served["evaluate"]) == 0
     rows = [row for row in read_evaluations(root / "run") if row["kind"] == "sample"]
     solved = sum(is_solved(row["completion"], row["answer"]) for row in rows)
-    assert len(rows) == len(jobs["evaluate"]["ids"]) == 77 and solved > 0
+    assert len(rows) == len(jobs["evaluate"]["ids"]) > 10 and solved > 0
     (logged,) = read_metrics(root / "run" / "evaluation" / "held_out" / "metrics.jsonl")
     assert logged["exec_success_rate"] == solved / len(rows)
     (summary,) = read_summaries(root / "run")["eval/held_out"].values()
@@ -279,7 +263,7 @@ def test_the_export_of_a_family_gives_a_text_the_probability_it_has_in_transform
     assert served[name]["model"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_an_adapter_and_its_merged_model_serve_what_was_trained(jobs, served):
+def test_an_adapter_serves_what_was_trained(jobs, served):
     """vLLM gives a text the probability that transformers with peft gives it, and without the
     adapter another.
     """
@@ -290,4 +274,3 @@ def test_an_adapter_and_its_merged_model_serve_what_was_trained(jobs, served):
     expected["adapter"] = log_prob(adapted, ids)
     assert abs(expected["model"] - expected["adapter"]) > 0.1, "the adapter adds nothing"
     assert served["adapter"] == pytest.approx(expected, rel=1e-5)
-    assert served["merged"]["model"] == pytest.approx(expected["adapter"], rel=1e-5)

@@ -287,6 +287,13 @@ SAFEGUARDS = (
         MIRROR,
     ),
     Mutation(
+        "a machine uploads to a mirror that another one took over",
+        "tools/mirror/contents.py",
+        "    if is_held and taken_by not in (None, holder):\n",
+        "    if False:\n",
+        "unit/test_mirror.py",
+    ),
+    Mutation(
         "what another upload left stays in the mirror",
         UPLOAD,
         "                    if info.step in held.steps:",
@@ -341,7 +348,7 @@ SAFEGUARDS = (
         RESTORE,
         "            if _fetched(storage, place, path, staging) == record:\n",
         "            if _fetched(storage, place, path, staging):\n",
-        "unit/test_mirror.py",
+        MIRROR,
     ),
     Mutation(
         "logs from a mirror are unpacked whatever their size",

@@ -3,8 +3,8 @@
 The process may be killed there, the storage may refuse, cut a file short, or show it late.
 """
 
-import collections
 import io
+import itertools
 import json
 import os
 import random
@@ -45,7 +45,6 @@ class FaultyStorage(MemoryFileSystem):
     """
 
     cachable = False
-    mirror_url = URL
 
     def __init__(
         self,
@@ -59,7 +58,6 @@ class FaultyStorage(MemoryFileSystem):
         self.faults = {at: kind} if faults is None else faults
         self.count = 0
         self.late_by = late_by
-        self.struck: collections.Counter[str] = collections.Counter()
         self.answers = threading.Event()
         self._is_dead = self._is_still = False
         self._before: dict[str, tuple[int, bytes | None]] = {}
@@ -96,9 +94,6 @@ class FaultyStorage(MemoryFileSystem):
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
         self.pipe_file(rpath, Path(lpath).read_bytes())
 
-    def rm_file(self, path: str) -> None:
-        self._change([path], lambda: self.store.pop(self._strip_protocol(path), None), lambda: None)
-
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
         names = sorted(
             name for name in self.store if name.startswith(self._strip_protocol(path) + "/")
@@ -117,7 +112,6 @@ class FaultyStorage(MemoryFileSystem):
         data = self.seen().get(self._strip_protocol(path))
         if data is None:
             raise FileNotFoundError(path)
-        self.struck["cut"] += kind == "cut"
         return data[: len(data) // 2] if kind == "cut" else data
 
     def _open(self, path: str, *words: Any, **kwargs: Any) -> Any:
@@ -133,7 +127,6 @@ class FaultyStorage(MemoryFileSystem):
 
     def _change(self, paths: list[str], action: Callable[[], Any], half: Callable[[], Any]) -> None:
         kind = self._strike()
-        self.struck[kind] += 1
         if kind == "late":
             seen = self.seen()
             until = self.count + self.late_by
@@ -155,8 +148,6 @@ class FaultyStorage(MemoryFileSystem):
         kind = self.faults.get(self.count, "")
         if kind == "silent":
             self.answers.wait()
-        if kind in ("refused", "killed before"):
-            self.struck[kind] += 1
         if kind == "refused":
             raise TimeoutError("the storage does not answer")
         if kind == "killed before":
@@ -175,28 +166,25 @@ def trainer_of(run_dir: Path, **settings: Any) -> TrainerConfig:
     )
 
 
-def uploader(run_dir: Path, storage: Any, **settings: Any) -> upload.Uploader:
-    return upload.Uploader(trainer_of(run_dir, **settings), Storage(storage.mirror_url, storage))
+def uploader(run_dir: Path, storage: FaultyStorage) -> upload.Uploader:
+    return upload.Uploader(trainer_of(run_dir), Storage(URL, storage))
 
 
-def restored(run_dir: Path, storage: Any, **settings: Any) -> Path | None:
-    """Restore on a new machine, and return its checkpoint. `storage` has a `mirror_url`."""
-    restore.prepare(trainer_of(run_dir, **settings), Storage(storage.mirror_url, storage))
+def restored(run_dir: Path, storage: FaultyStorage, **settings: Any) -> Path | None:
+    """Restore on a new machine, and return its checkpoint."""
+    restore.prepare(trainer_of(run_dir, **settings), Storage(URL, storage))
     found = list(run_dir.glob("global_step_*"))
     return found[0] if found else None
 
 
-ROWS = [(1, "train", 3.0), (2, "val", 2.5), (4, "val", 2.7), (6, "val", 2.8)]
-"""(step, kind, loss): the best validation is that of step 2."""
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
+    """Return the directory of a run whose best validation is that of step 2."""
     path = tmp_path / "run"
     path.mkdir()
     lines = [
-        {"step": step, "attempt": 1, "kind": kind, "ts": 1.0, f"{kind}/loss": loss}
-        for step, kind, loss in ROWS
+        {"step": step, "attempt": 1, "kind": "val", "ts": 1.0, "val/best_step": 2}
+        for step in (2, 4, 6)
     ]
     (path / "run.json").write_text('{"run_ids": {"wandb": "a1"}}')
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -242,32 +230,35 @@ MAX_TRIES = 60
 
 
 class Trial:
-    """One run drawn by its seed. `faults` lists broken promises."""
+    """One run drawn by its seed, with the faults of `storage`, by default drawn too.
 
-    def __init__(self, seed: int, work: Path, storage: Any = None) -> None:
+    Between its saves come rotations, rollbacks and the loss of the machine, after which the run
+    continues on another one. Whenever an upload ends, a machine with an empty disk restores from
+    what the mirror shows. Its checkpoint must be whole, no older than the last complete upload, not
+    rolled back, and the one that an independent reading of the storage chooses.
+    """
+
+    def __init__(self, seed: int, work: Path, storage: FaultyStorage | None = None) -> None:
         self._rng = random.Random(seed)
-        self._work = work
-        self._seed = seed
-        self.storage = storage or self._drawn_storage()
+        self._storage = storage or self._drawn_storage()
         self._run_dir = work / "run"
-        self._num_machines = 0
+        self._machines = (work / f"machine{number}" for number in itertools.count())
         self._run_dir.mkdir(parents=True)
         (self._run_dir / "metrics.jsonl").write_text("{}\n")
-        self._saved: dict[str, dict[str, bytes]] = {}
-        self._steps: dict[str, int] = {}
+        self._saved: dict[str, tuple[int, dict[str, bytes]]] = {}
+        """{nonce: (step, files)}."""
         self._up = 0
         self._undone = set[str]()
         self._num_rollbacks = 0
-        self.faults: list[str] = []
 
-    def _drawn_storage(self) -> Any:
+    def _drawn_storage(self) -> FaultyStorage:
         numbers = self._rng.sample(range(1, LAST_FAULT), self._rng.randint(1, NUM_FAULTS))
         late_by = self._rng.randint(1, 25)
         return FaultyStorage(faults={n: self._rng.choice(KINDS) for n in numbers}, late_by=late_by)
 
     def run(self) -> None:
         step = 0
-        own = uploader(self._run_dir, self.storage)
+        own = uploader(self._run_dir, self._storage)
         for _ in range(self._rng.randint(3, 5)):
             step += self._rng.randint(1, 2)
             self._save(step)
@@ -275,60 +266,54 @@ class Trial:
             event = self._rng.choice(("", "rotate", "roll back", "lose"))
             if event == "rotate":
                 retention.rotate(self._run_dir, keep=1)
-            elif event == "roll back" and (
-                steps := [info.step for info in layout.committed(self._run_dir)[:-1]]
-            ):
-                step = self._roll_back(self._rng.choice(steps))
+            elif event == "roll back" and (older := layout.committed(self._run_dir)[:-1]):
+                step = self._rng.choice(older).step
+                roll_back(self._run_dir, step)
+                self._up = min(self._up, step)
                 own = self._bring_up(own, step)
             elif event == "lose":
                 step = self._lose() or step
-                own = uploader(self._run_dir, self.storage)
+                own = uploader(self._run_dir, self._storage)
 
     def _save(self, step: int) -> None:
         """Save as a run does; no two saves are equal."""
         nonce = f"{len(self._saved):08d}"
-        self._saved[nonce] = files_of(commit(self._run_dir, step, nonce=nonce))
-        self._steps[nonce] = step
+        self._saved[nonce] = step, files_of(commit(self._run_dir, step, nonce=nonce))
         layout.publish(self._run_dir, step)
 
     def _bring_up(self, own: upload.Uploader, step: int) -> upload.Uploader:
         for _ in range(MAX_TRIES):
+            is_up = False
             try:
                 own.sync()
+                is_up = True
                 self._up = step
                 entries = rollback.read(self._run_dir).entries
                 self._num_rollbacks = len(entries)
-                for entry in entries:
-                    self._undone |= set(entry.discarded)
-                self._lose_for_trial()
-                return own
+                self._undone.update(*(entry.discarded for entry in entries))
             except (StorageError, Killed):
-                if self.storage.revive():
-                    own = uploader(self._run_dir, self.storage)
-            self._lose_for_trial()
-        self._tell(f"step {step} never goes up")
-        return own
-
-    def _lose_for_trial(self) -> None:
-        with self.storage.undisturbed():
-            expected = self._expected()
-            taken = self._taken(self._machine())
-        if taken is not None and taken[1] != expected:
-            self._tell(f"{taken} is taken, the storage shows {expected}")
-        self._judge(taken)
+                if self._storage.revive():
+                    own = uploader(self._run_dir, self._storage)
+            with self._storage.undisturbed():
+                expected = self._expected()
+                taken = self._taken(next(self._machines))
+            assert taken is None or taken[1] == expected
+            self._judge(taken)
+            if is_up:
+                return own
+        raise AssertionError(f"step {step} never goes up")
 
     def _lose(self) -> int | None:
         """Continue on another machine, whose restore may fail too. Return its step, or None."""
-        run_dir = self._machine()
+        run_dir = next(self._machines)
         for _ in range(MAX_TRIES):
             try:
                 taken = self._taken(run_dir)
                 break
             except (ResumableError, Killed):
-                self.storage.revive()
+                self._storage.revive()
         else:
-            self._tell("nothing comes back")
-            return None
+            raise AssertionError("nothing comes back")
         self._judge(taken)
         if taken is None:
             return None
@@ -336,57 +321,38 @@ class Trial:
         self._up = taken[0]
         return taken[0]
 
-    def _machine(self) -> Path:
-        self._num_machines += 1
-        return self._work / f"machine{self._num_machines}"
-
     def _taken(self, run_dir: Path) -> tuple[int, str] | None:
         """Return step and nonce of the checkpoint that a machine restores."""
         with suppress(NoUsableCheckpointError):
-            path = restored(run_dir, self.storage)
+            path = restored(run_dir, self._storage)
             if path is None:
                 return None
             nonce = parse_manifest((path / MANIFEST).read_bytes()).nonce
-            found = {name: (path / name).read_bytes() for name in self._saved[nonce]}
-            if found != self._saved[nonce] or not (run_dir / "metrics.jsonl").exists():
-                self._tell(f"{path} is not whole")
-            if len(rollback.read(run_dir).entries) < self._num_rollbacks:
-                self._tell(f"{path} lacks a rollback")
+            step, files = self._saved[nonce]
+            assert {name: (path / name).read_bytes() for name in files} == files
+            assert (run_dir / "metrics.jsonl").exists()
+            assert len(rollback.read(run_dir).entries) >= self._num_rollbacks
             chosen = choice.select(run_dir).chosen
-            if chosen is None or chosen.path != path:
-                self._tell(f"{path} is there, the run goes on from {chosen}")
-            return layout.inspect(path).step, nonce
+            assert chosen is not None and chosen.path == path
+            return step, nonce
         return None
 
     def _judge(self, taken: tuple[int, str] | None) -> None:
-        if self._up and taken is None:
-            self._tell(f"step {self._up} was up, nothing is taken")
-        elif taken is not None and taken[0] < self._up:
-            self._tell(f"step {self._up} was up, {taken} is taken")
-        elif taken is not None and taken[1] in self._undone:
-            self._tell(f"{taken} was undone")
+        if taken is None:
+            assert not self._up, "what was up is not taken"
+        else:
+            assert taken[0] >= self._up and taken[1] not in self._undone
 
     def _expected(self) -> str | None:
         """Return the nonce of the checkpoint to restore, from the bytes that the storage shows."""
-        root = self.storage.mirror_url.partition(":/")[2].replace("//", "/")
-        shown = {name.removeprefix(f"{root}/"): data for name, data in self.storage.seen().items()}
+        root = f"{URL.removeprefix('memory:/')}/"
+        shown = {name.removeprefix(root): data for name, data in self._storage.seen().items()}
         whole = {
-            self._steps[nonce]: nonce
-            for nonce, files in self._saved.items()
-            if all(
-                shown.get(f"global_step_{self._steps[nonce]}/{name}") == data
-                for name, data in files.items()
-            )
+            step: nonce
+            for nonce, (step, files) in self._saved.items()
+            if all(shown.get(f"global_step_{step}/{name}") == files[name] for name in files)
         }
         text = shown.get(layout.POINTER, b"").decode()
         pointer = int(text) if text.endswith("\n") else None
         steps = [step for step in whole if pointer is not None and step <= pointer] or list(whole)
         return whole[max(steps)] if steps else None
-
-    def _roll_back(self, target: int) -> int:
-        roll_back(self._run_dir, target)
-        self._up = min(self._up, target)
-        return target
-
-    def _tell(self, fault: str) -> None:
-        self.faults.append(f"seed {self._seed}: {fault}")

@@ -1,7 +1,9 @@
 """Compare two finished runs: equal in every bit, or each difference named with its place."""
 
 import math
+import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoint_fakes import WORLD_SIZE
-from finished_runs import (
-    NAMES,
-    STEPS,
-    data_state,
-    rank_states,
-    rewrite_checkpoint,
-    row,
-    write_run,
-)
+from checkpoint_fakes import rewrite_manifest
+from cli_states import flip
+from ranks import run_ranks
+from toy_runs import Recipe, run
+from toy_runs import source as source  # fixture
 from whole_equality import compare_runs
 
 from trainer.checkpoint import layout
@@ -26,52 +23,67 @@ from trainer.tools.verify import training
 from trainer.tools.verify.runs import ShortRun
 from trainer.tracking.metrics_file import FILE_NAME, MetricsFile, MetricsRow
 
-States = list[dict[str, dict[str, Any]]]
+STEPS = 6
 LAST = layout.step_dir_name(STEPS)
-MODEL, OPTIM = (f"{LAST}, {part}_world_size_2_rank_" for part in ("model", "optim"))
+
+
+def values_of(step: int) -> dict[str, float]:
+    """Return the compared metrics of a step, and one that differs between runs."""
+    values = {"train/loss": 1 / step, "train/grad_norm": 0.1 * step, "train/lr(1e-3)": 1e-3 / 3}
+    return {**values, "train/total_token_count": 100 + step, "train/time(s)": random.random()}
+
+
+def log(run_dir: Path, step: int, **changes: float) -> None:
+    """Log a step, which may replace an earlier attempt."""
+    metrics = MetricsFile(run_dir / FILE_NAME)
+    values = values_of(step) | {f"train/{name}": value for name, value in changes.items()}
+    metrics.write(MetricsRow.of(values, step))
+    metrics.close()
+
+
+@pytest.fixture(scope="module")
+def finished(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with a checkpoint of its last step."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run_ranks(run, 2, run_dir, source, Recipe(total_steps=STEPS, save_freq=-1))
+    for step in range(1, STEPS + 1):
+        log(run_dir, step)
+    return run_dir
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> tuple[Path, Path]:
-    torch.manual_seed(0)
-    return write_run(tmp_path / "straight"), write_run(tmp_path / "resumed")
+def runs(finished: Path, tmp_path: Path) -> tuple[Path, Path]:
+    left, right = (tmp_path / name for name in ("straight", "resumed"))
+    for run_dir in (left, right):
+        shutil.copytree(finished, run_dir)
+    return left, right
 
 
 def differences(runs: tuple[Path, Path]) -> list[str]:
     return compare_runs(*runs, steps=STEPS).differences
 
 
-def log_again(run_dir: Path, step: int, **changes: float) -> None:
-    """Log a newer attempt of one step, with other values."""
-    metrics = MetricsFile(run_dir / FILE_NAME)
-    values = row(step) | {f"train/{name}": value for name, value in changes.items()}
-    metrics.write(MetricsRow.of(values, step))
-    metrics.close()
+def change_data(checkpoint: Path, **changes: Any) -> None:
+    """Change entries of `data.pt`."""
+    path = checkpoint / layout.DATA
+    torch.save({**torch.load(path, weights_only=True), **changes}, path)
 
+    def update_size(tree: dict[str, Any]) -> None:
+        for record in tree["files"]:
+            if record["path"] == layout.DATA:
+                record["size_bytes"] = path.stat().st_size
 
-def change_state(run_dir: Path, change: Callable[[States, dict[str, Any]], object]) -> None:
-    """Save the final state again after `change(states of the ranks, data.pt)`."""
-    states = rank_states()
-    data = data_state(0)
-    with torch.no_grad():
-        change(states, data)
-    rewrite_checkpoint(run_dir, states, data)
-
-
-def moment(states: States, rank: int) -> torch.Tensor:
-    return states[rank]["optim"]["state"][NAMES[1]]["exp_avg"]._local_tensor
-
-
-def weight(states: States, rank: int) -> torch.Tensor:
-    return states[rank]["model"][NAMES[0]]._local_tensor
+    rewrite_manifest(checkpoint, update_size)
 
 
 @pytest.mark.parametrize("is_random", [False, True])
-def test_a_wrong_resume_and_random_sums_are_told_apart(runs, tmp_path, monkeypatch, is_random):
+def test_a_wrong_resume_and_random_sums_are_told_apart(
+    finished, runs, tmp_path, monkeypatch, is_random
+):
     straight, killed = (ShortRun(run_dir) for run_dir in runs)
-    again = ShortRun(write_run(tmp_path / "again"))
-    for run in (killed, *[again] * is_random):
-        log_again(run.run_dir, 1, loss=9.0)
+    again = ShortRun(Path(shutil.copytree(finished, tmp_path / "again")))
+    for run_of in (killed, *[again] * is_random):
+        log(run_of.run_dir, 1, loss=9.0)
     monkeypatch.setattr(training, "NUM_STEPS", STEPS)
     three = Mock(straight=straight)
     three.train_killed.return_value = killed, 4, 4
@@ -84,52 +96,40 @@ def test_a_wrong_resume_and_random_sums_are_told_apart(runs, tmp_path, monkeypat
 
 
 def test_equal_runs_have_no_difference(runs):
-    """Files that a reader leaves, and an attempt that was repeated, are no difference."""
+    """Files that a reader leaves, torchdata's counters and an attempt that was repeated are none."""
     (runs[1] / f".reading_{LAST}").touch()
-    log_again(runs[1], 3, loss=9.0)
-    log_again(runs[1], 3)
-    for run_dir in runs:
-        log_again(run_dir, 2, loss=math.nan, grad_norm=math.inf)
-    num_tensors = WORLD_SIZE * (len(NAMES) + 1 + 2 * len(NAMES))
+    log(runs[1], 3, loss=9.0)
+    log(runs[1], 3)
+    for number, run_dir in enumerate(runs):
+        log(run_dir, 2, loss=math.nan, grad_norm=math.inf)
+        change_data(run_dir / LAST, loader={"yielded": number})
     found = compare_runs(*runs, steps=STEPS)
-    assert found.differences == [] and found.num_equal > STEPS * 4 + num_tensors
+    assert found.differences == [] and found.num_equal > 4 * STEPS + 100
 
 
-def next_value(value: float) -> float:
-    return value + 1 if isinstance(value, int) else math.nextafter(value, math.inf)
+@pytest.mark.parametrize("key", ["loss", "total_token_count"])
+def test_the_last_bit_of_a_step_counts(runs, key):
+    value = values_of(3)[f"train/{key}"]
+    changed = value + 1 if isinstance(value, int) else math.nextafter(value, math.inf)
+    log(runs[1], 3, **{key: changed})
+    assert differences(runs) == [f"step 3, train/{key}: {value!r} and {changed!r}"]
 
 
-LOGGED = {f"step 3, train/{key}": key for key in ("loss", "total_token_count")}
+CHANGES: dict[str, Callable[[Path], object]] = {
+    r"model_world_size_2_rank_1\.pt, model\.\S+: numbers differ": (
+        lambda path: flip(path / layout.model_file(2, 1))
+    ),
+    r"optim_world_size_2_rank_0\.pt, state\.\S+: numbers differ": (
+        lambda path: flip(path / layout.optim_file(2, 0))
+    ),
+    r"data\.pt, epoch: \d and 7": lambda path: change_data(path, epoch=7),
+    "ranks: 2 and 1": lambda path: rewrite_manifest(path, lambda tree: tree.update(world_size=1)),
+}
 
 
-@pytest.mark.parametrize("place", LOGGED)
-def test_the_last_bit_of_a_step_counts(runs, place):
-    value = row(3)[f"train/{LOGGED[place]}"]
-    log_again(runs[1], 3, **{LOGGED[place]: next_value(value)})
-    assert differences(runs) == [f"{place}: {value!r} and {next_value(value)!r}"]
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (
-            lambda states, data: moment(states, 1).view(-1)[5:7].add_(0.5),
-            f"{OPTIM}1.pt, state.norm.weight.exp_avg: .* at most 0.5",
-        ),
-        (
-            lambda states, data: weight(states, 0)[1, 1].fill_(math.nan),
-            f"{MODEL}0.pt, embed.weight: .* at most nan",
-        ),
-        (
-            lambda states, data: states[0]["model"].pop("empty"),
-            f"{MODEL}0.pt, empty: .* and missing",
-        ),
-        (lambda states, data: data.update(epoch=1), f"{LAST}, data.pt, epoch: 0 and 1"),
-        (lambda states, data: states.pop(), f"{LAST}, ranks: 2 and 1"),
-    ],
-)
-def test_the_final_state_is_compared_in_every_bit(runs, change, expected):
-    change_state(runs[1], change)
+@pytest.mark.parametrize("expected", CHANGES)
+def test_the_final_state_is_compared_in_every_bit(runs, expected):
+    CHANGES[expected](runs[1] / LAST)
     found = differences(runs)
-    assert re.match(expected, found[0])
+    assert re.match(f"{LAST}, {expected}", found[0])
     assert len(found) == 1 or "ranks" in expected

@@ -192,6 +192,14 @@ def test_a_result_of_a_checkpoint_that_rotation_deleted_can_be_attached(tmp_path
     assert command.main([str(run_dir), "--attach", "10", "code", "1"]) == 0
 
 
+def test_the_working_directory_may_be_the_checkpoint(tmp_path, monkeypatch):
+    """`.` was refused, because it does not look like the name of a checkpoint."""
+    run_dir = run_with(tmp_path, 10)
+    record(run_dir, "trainer.logger=[console]")
+    monkeypatch.chdir(run_dir / "global_step_10")
+    assert command.main([".", "--attach", "10", "code", "1"]) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "with_validation", "best"),
     [("code", True, 10), ("perplexity", True, 20), ("perplexity", False, 20)],

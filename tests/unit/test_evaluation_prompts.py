@@ -94,12 +94,10 @@ def run_words(root: Path, words: tuple[str, ...]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("source", ["held out", "file"])
 @pytest.mark.parametrize(("row", "words"), ROWS.values(), ids=ROWS)
-def test_the_prompt_is_what_training_puts_before_the_answer(asked, tmp_path, row, words, source):
+def test_the_prompt_is_what_training_puts_before_the_answer(asked, tmp_path, row, words):
     run_dir, jobs, evaluate = asked
-    more = () if source == "held out" else ("--prompts", str(tmp_path / "rows.jsonl"))
-    assert evaluate(row, words, *more) == 0
+    assert evaluate(row, words) == 0
     data = prepare_data_alone(load_config(run_words(tmp_path, words)))
     ids, mask = data.validation.sample(len(data.validation) - 1)
     last = int(np.flatnonzero(np.diff(mask.astype(int)) == 1)[-1]) + 1
@@ -110,22 +108,29 @@ def test_the_prompt_is_what_training_puts_before_the_answer(asked, tmp_path, row
     assert answer.removesuffix("<|im_end|>").endswith(sample["answer"]) and sample["answer"]
 
 
+PROMPT = {"prompt": "what is hello?"}
+AS_TEXT = PROMPT["prompt"]
+AS_CHAT = f"<|im_start|>user\n{AS_TEXT}<|im_end|>\n<|im_start|>assistant\n"
+
+
 @pytest.mark.parametrize(
-    ("row", "words", "expected"),
+    ("trained", "words", "row", "expected"),
     [
-        ({"prompt": "what?"}, (), "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n"),
-        ({"messages": [USER]}, KEYS, None),
-        ({"prompt": "The quick"}, ("data.text_key=text",), "The quick"),
+        ({"messages": CHAT}, (), PROMPT, AS_CHAT),
+        ({"question": "a", "reply": "b"}, KEYS, {"messages": [USER]}, AS_CHAT),
+        ({"text": "a"}, ("data.text_key=text",), PROMPT, AS_TEXT),
+        (PAIR, (), PROMPT, AS_TEXT),
     ],
 )
-def test_a_question_may_lack_what_training_needs(asked, tmp_path, row, words, expected):
-    """The row of the run is another one."""
+def test_a_question_without_an_answer_is_asked_as_the_run_was_trained(
+    asked, tmp_path, trained, words, row, expected
+):
+    """After training on `prompt` and `completion` as plain text, it was asked as a chat."""
     _, jobs, evaluate = asked
     questions = tmp_path / "q.jsonl"
     questions.write_text(json.dumps(row | {"answer": "a"}))
-    assert evaluate({"text": "a"}, words, "--prompts", str(questions)) == 0
-    text = make_tokenizer().decode(jobs[0]["ids"][0])
-    assert expected is None or text == expected
+    assert evaluate(trained, words, "--prompts", str(questions)) == 0
+    assert make_tokenizer().decode(jobs[0]["ids"][0]) == expected
 
 
 def test_questions_of_a_file_need_no_base_model(asked, tmp_path):

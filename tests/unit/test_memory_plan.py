@@ -1,6 +1,7 @@
 """The memory plan: its numbers, its advice, and that it needs no weights, GPU or other ranks."""
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -12,11 +13,11 @@ from ranks import run_ranks
 from toy import build_toy_model, optim_config, write_model_config
 
 from trainer.cli import plan
-from trainer.config import ConfigError
 from trainer.model import cpu_attention
 from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
 from trainer.tools.plan import checks, fake_step, memory
+from trainer.tools.plan.advice import change_series
 from trainer.tools.plan.live_storage import (
     ACTIVATIONS,
     FROZEN,
@@ -226,7 +227,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]
 @pytest.mark.parametrize(
     ("words", "change"),
     [
-        (tokens(4096, 512), Change(8, ("data.max_token_len_per_gpu=2048",))),
+        (tokens(2048, 512), Change(8, ("data.max_token_len_per_gpu=1024",))),
         (tokens(4096, 4096, batch=8), Change(8, (RECOMPUTE,))),
         ([*tokens(64, 64, batch=8), RECOMPUTE], Change(16)),
     ],
@@ -244,11 +245,19 @@ def test_the_change_it_names_makes_it_fit(tmp_path, capsys, words, change):
     assert code == 0 and lines[-1].startswith("ok    memory: ")
 
 
-def test_wrong_usage_ends_with_2(tmp_path, capsys):
-    write_model_config(tmp_path)
-    words = [f"model.partial_pretrain={tmp_path}", "model.fsdp_config.fsdp_size=3"]
-    code, lines, errors = run(capsys, "8", *words)
-    assert (code, lines) == (2, []) and "fsdp_size=3" in errors
+@pytest.mark.parametrize(
+    ("num_ranks", "word", "message"),
+    [
+        (8, "fsdp_config.fsdp_size=3", "fsdp_size=3"),
+        (4, "expert_parallel_size=3", "expert_parallel_size=3 does not divide the 4 ranks"),
+        (3, "expert_parallel_size=3", "8 experts cannot be divided evenly among the 3 ranks"),
+    ],
+)
+def test_ranks_that_a_run_refuses_end_with_2(tmp_path, capsys, num_ranks, word, message):
+    write_model_config(tmp_path, **EXPERTS)
+    words = [f"model.partial_pretrain={tmp_path}", f"model.{word}"]
+    code, lines, errors = run(capsys, str(num_ranks), *words)
+    assert (code, lines) == (2, []) and message in errors
 
 
 def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine():
@@ -276,29 +285,14 @@ def test_the_limit_of_a_container_is_the_memory_that_may_be_used(tmp_path, monke
         assert memory.host_memory_bytes() == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "num_ranks", "message"),
-    [
-        (3, 4, "model.expert_parallel_size=3 does not divide the 4 ranks"),
-        (3, 3, "8 experts cannot be divided evenly among the 3 ranks that shard the model"),
-    ],
-)
-def test_a_plan_refuses_the_expert_parallelism_that_a_run_refuses(
-    tmp_path, size, num_ranks, message
-):
-    with pytest.raises(ConfigError, match=message):
-        planned(tmp_path, num_ranks, f"model.expert_parallel_size={size}", **EXPERTS)
-
-
-def test_ranks_that_cannot_share_the_experts_are_no_advice(tmp_path, capsys):
+def test_what_a_run_with_experts_refuses_is_no_advice(tmp_path):
     """A plan of 512 ranks with 8 experts was refused, and so was offloaded state; either refusal
     ended the command.
     """
-    write_model_config(tmp_path, **EXPERTS)
-    words = [f"model.partial_pretrain={tmp_path}", "model.expert_parallel_size=2"]
-    code, lines, errors = run(capsys, "2", *words, "--memory-gib", "0.01")
-    assert code == 1 and "none of the overrides" in lines[-1]
-    assert "planning 8 ranks" in errors and "planning 16 ranks" not in errors
+    now = planned(tmp_path, 2, "model.expert_parallel_size=2", **EXPERTS)
+    changes = list(chain.from_iterable(change_series(now.job.config, now)))
+    assert {change.num_ranks for change in changes} == {2, 4, 8}
+    assert not any(OFFLOAD in change.overrides for change in changes)
 
 
 def test_nf4_takes_four_and_a_half_bits_for_a_frozen_weight(tmp_path):

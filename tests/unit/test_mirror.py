@@ -1,8 +1,12 @@
 """The mirror: which checkpoints it holds, what a new machine restores, and what a start refuses."""
 
 import json
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +36,7 @@ from trainer.launch.ranks import NodeLayout
 from trainer.runtime.json_lines import read_object
 from trainer.tools.mirror import STATE, restore
 from trainer.tools.mirror import __main__ as process
-from trainer.tools.mirror.upload import Uploader
+from trainer.tools.mirror.upload import LOCK, Uploader
 from trainer.tracking.events_file import read_events
 from trainer.train.start.compose import load_config
 
@@ -136,18 +140,47 @@ def test_a_run_that_was_mirrored_elsewhere_does_not_overwrite_a_mirror_of_its_na
     assert steps_in(storage) == [2, 4, 10]
 
 
-@pytest.mark.parametrize("loses", [["mirror"], ["directory"], ["mirror", "directory"]])
-def test_a_mirror_or_a_run_directory_of_an_older_version_has_no_id_and_gets_one(loses, run_dir):
+def test_a_start_from_a_mirror_says_whose_run_it_continues(run_dir, tmp_path, caplog):
+    """A second run of the same names in an empty directory continued the first in silence."""
     storage = mirrored(run_dir, 2, 4)
-    claim = f"{URL}/run.json"
-    if "mirror" in loses:
-        storage._put(claim, b'{"project_name": "toy", "experiment_name": "toy"}\n')
-    if "directory" in loses:
-        (run_dir / STATE).unlink()
+    restored(tmp_path / "new", storage)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    run_id = read_object(run_dir / STATE)["id"]
+    manifest = layout.inspect(run_dir / "global_step_4").manifest
+    place = f"{socket.gethostname()}:{run_dir}"
+    for fact in (run_id, "step 4", manifest.created_utc, place, "trainer.experiment_name"):
+        assert fact in warning
+
+
+def test_a_mirror_that_another_machine_took_over_is_left_to_it(run_dir, tmp_path):
+    """Both machines train the run, and each replaced the checkpoints of the other."""
+    storage = FaultyStorage()
+    first = uploader(run_dir, storage)
+    save(run_dir, 2)
+    first.sync()
+    new = tmp_path / "new"
+    restored(new, storage)
+    save(new, 4)
+    second = uploader(new, storage)
+    second.sync()
+    save(run_dir, 6)
+    before = dict(storage.store)
+    with pytest.raises(ConfigError, match=f"another process of the same run .*:{new}, since"):
+        first.sync()
+    assert storage.store == before and first.is_behind
+    save(new, 8)
+    second.sync()
+    assert steps_in(storage) == [2, 4, 8]
+
+
+def test_a_run_directory_that_lost_its_id_gets_it_back(run_dir):
+    storage = mirrored(run_dir, 2, 4)
+    (run_dir / STATE).unlink()
     restored(run_dir, storage)
     save(run_dir, 6)
     uploader(run_dir, storage).sync()
-    assert json.loads(storage.cat_file(claim))["id"] == read_object(run_dir / STATE)["id"]
+    claim = json.loads(storage.cat_file(f"{URL}/run.json"))
+    assert claim["id"] == read_object(run_dir / STATE)["id"]
     assert steps_in(storage) == [2, 4, 6]
 
 
@@ -187,7 +220,7 @@ def test_a_run_directory_that_is_its_own_mirror_is_refused(way, run_dir, tmp_pat
     ):
         with pytest.raises(ConfigError, match="is the run directory"):
             act(trainer_of(run_dir))
-    assert sorted(run_dir.rglob("*")) in (before, sorted([*before, run_dir / STATE]))
+    assert set(run_dir.rglob("*")) - set(before) == {run_dir / STATE, run_dir / LOCK}
     restore.prepare(trainer_of(run_dir), Storage(f"file://{tmp_path}/other"))
 
 
@@ -212,44 +245,44 @@ def test_an_unreachable_storage_holds_up_only_a_run_without_a_checkpoint(
         storage.answers.set()
 
 
+@contextmanager
+def following(run_dir: Path, storage: FaultyStorage) -> Iterator[None]:
+    """Upload as next to a run, until the end of the block."""
+    ending = threading.Event()
+    arguments = (trainer_of(run_dir), Storage(URL, storage), ending)
+    thread = threading.Thread(target=process.follow, args=arguments)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join()
+
+
 def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
     run_dir, monkeypatch
 ):
     monkeypatch.setattr(process, "RETRY_AFTER_S", 0.0)
     storage = FaultyStorage(4, "refused")
-    ending = threading.Event()
-    (run_dir / "events.jsonl").write_text(START)
+    events = run_dir / "events.jsonl"
+    events.write_text(START)
     save(run_dir, 2)
-    following = threading.Thread(
-        target=process.follow, args=(trainer_of(run_dir), Storage(URL, storage), ending)
-    )
-    following.start()
-    while not any(event["kind"] == "mirror" for event in read_events(run_dir / "events.jsonl")):
-        assert following.is_alive()
-    assert steps_in(storage) == [2]
-    ending.set()
-    following.join()
-    told = [(event["kind"], event["step"]) for event in read_events(run_dir / "events.jsonl")]
+    with following(run_dir, storage):
+        assert wait_until(lambda: read_events(events)[-1]["kind"] == "mirror")
+        assert steps_in(storage) == [2]
+    told = [(event["kind"], event["step"]) for event in read_events(events)]
     assert told == [("start", 0), ("mirror_failed", 0), ("mirror", 2)]
 
 
 def test_a_run_directory_that_does_not_exist_yet_is_no_failure(tmp_path, caplog):
     """Every first start warned, and uploaded nothing for a minute."""
     storage = FaultyStorage()
-    ending = threading.Event()
     new = tmp_path / "new"
-    following = threading.Thread(
-        target=process.follow, args=(trainer_of(new), Storage(URL, storage), ending)
-    )
-    following.start()
-    time.sleep(0.1)
-    new.mkdir()
-    save(new, 2)
-    try:
+    with following(new, storage):
+        time.sleep(0.1)
+        new.mkdir()
+        save(new, 2)
         assert wait_until(lambda: steps_in(storage) == [2])
-    finally:
-        ending.set()
-        following.join()
     assert "cannot update the mirror" not in caplog.text
 
 

@@ -31,19 +31,31 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def export_from_shards(
-    checkpoint: Path, target: Path, *, dtype: str, lora: str = "merged", base: Path | None = None
+    checkpoint: Path,
+    target: Path,
+    *,
+    dtype: str,
+    lora: str | None = None,
+    base: Path | None = None,
 ) -> None:
     """Create the directory `target` with an export made from the shards of a committed checkpoint.
 
-    lora: `adapter` or `merged`; base: the directory of the model that the adapters were trained on,
-    if that model was moved. This needs no GPU and no process group, and works while the run trains.
-    All files are verified before use. `target` appears only when it is complete. Raises
-    `ConfigError` if the checkpoint is damaged or not committed, or if `target` cannot be a new
+    lora: `adapter` or `merged` (the default), for a run that trains adapters; base: the directory
+    of the model that the adapters were trained on, if that model was moved. This needs no GPU and
+    no process group, and works while the run trains. All files are verified before use. `target`
+    appears only when it is complete. Raises `ConfigError` if the checkpoint is damaged, not
+    committed or without the adapters that `lora` or `base` ask for, or if `target` cannot be a new
     directory, and `CannotWriteError` if `target` cannot be written.
     """
     info = _require_exportable(checkpoint, target)
     manifest = info.manifest
     adapter = _adapter_of(checkpoint, manifest, base)
+    if adapter is None and (lora or base):
+        raise ConfigError(
+            f"'{checkpoint}' holds a whole model, not adapters: the run was trained without "
+            f"model.lora_rank.\nFix: remove --lora and --base"
+        )
+    lora = lora or "merged"
     exported = checkpoint / layout.HUGGINGFACE
     files = ModelFiles.read(exported)
     architecture, model = known_architecture(exported if adapter is None else adapter.base)

@@ -1,6 +1,7 @@
 """Parsers, exit codes and output files of the commands."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -40,18 +41,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
-
-
-class CommandParser(Parser):
-    """The parser of a subcommand. It refuses unknown arguments, which argparse would leave to the
-    parser above.
-    """
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return known, unknown
 
 
 def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
@@ -118,6 +107,11 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def named_path(text: str) -> Path:
+    """Return a path whose last part is a name, because a directory's name says what it holds."""
+    return Path(text) if Path(text).name not in ("", "..") else Path(os.path.abspath(text))
 
 
 def write_file(path: Path, text: str) -> None:

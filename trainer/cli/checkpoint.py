@@ -11,14 +11,14 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.layout import ASIDE_PREFIXES
 from trainer.checkpoint.lock import RunLock
 from trainer.cli import listing
-from trainer.cli.arguments import CommandParser, Parser, as_command, at_least
+from trainer.cli.arguments import Parser, as_command, at_least, named_path
 from trainer.config import DTYPES
 from trainer.errors import EXIT_CRASH, EXIT_DONE, CannotWriteError
 from trainer.runtime.files import tree_bytes
@@ -50,10 +50,10 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     """Build the parser. Each command stores its function as `run`."""
     parser = Parser("checkpoint", description="List, verify, delete and export checkpoints.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Parser:
-        command: CommandParser = commands.add_parser(name, help=about, description=about)
+        command: Parser = commands.add_parser(name, help=about, description=about)
         command.set_defaults(run=run)
         return command
 
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "directory",
         metavar="RUN_DIR",
         nargs="?",
-        type=_path,
+        type=named_path,
         help=f"a run directory, or one with runs below it (default: {listing.RUNS_ROOT})",
     )
     ls.add_argument("--json", action="store_true", help="print one JSON object")
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "paths",
         metavar="PATH",
         nargs="+",
-        type=_path,
+        type=named_path,
         help="a run directory or a global_step_<step>",
     )
 
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "delete old checkpoints and leftovers, but never the checkpoint to resume from, which is "
         "verified first; refused while the run trains",
     )
-    prune.add_argument("run_dir", metavar="RUN_DIR", type=_path)
+    prune.add_argument("run_dir", metavar="RUN_DIR", type=named_path)
     prune.add_argument(
         "--keep",
         metavar="N",
@@ -116,11 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        type=_path,
+        type=named_path,
         help="a global_step_<step>, or a run directory: then the one to resume from",
     )
     export.add_argument(
-        "target", metavar="TARGET", type=_path, help="the new directory; its parent must exist"
+        "target", metavar="TARGET", type=named_path, help="the new directory; its parent must exist"
     )
     export.add_argument(
         "--dtype",
@@ -131,24 +131,18 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--lora",
         choices=("adapter", "merged"),
-        default="merged",
-        help="export the LoRA adapter, or the merged model (default: %(default)s)",
+        help="of a LoRA run: export the adapter, or the merged model (default: merged)",
     )
     export.add_argument(
         "--base",
         metavar="DIR",
-        type=_path,
+        type=named_path,
         help="the base model of a LoRA adapter (default: its path during the training)",
     )
     return parser
 
 
-def _path(text: str) -> Path:
-    """Resolve `.` and `..`, because a directory is identified by its name."""
-    return Path(text) if Path(text).name not in ("", "..") else Path(os.path.abspath(text))
-
-
-def _show(lines: Iterable[str]) -> None:
+def _show(*lines: str) -> None:
     print("\n".join(map(listing.printable, lines)), flush=True)
 
 
@@ -163,8 +157,12 @@ def _ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"runs": runs}, indent=1))
         return EXIT_DONE
-    blocks = ["\n".join(map(listing.printable, listing.as_lines(run))) for run in runs]
-    print("\n\n".join(blocks) or f"no run below '{root}' yet")
+    for number, run in enumerate(runs):
+        if number:
+            print()
+        _show(*listing.as_lines(run))
+    if not runs:
+        print(f"no run below '{root}' yet")
     return EXIT_DONE
 
 
@@ -177,12 +175,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     for path in paths:
         problems = listing.prove(path)
         if not problems:
-            _show([f"ok      {path}  {readable(tree_bytes(path))}"])
+            _show(f"ok      {path}  {readable(tree_bytes(path))}")
         elif path not in arguments.paths and not os.path.lexists(path):
-            _show([f"gone    {path}  deleted during this check"])
+            _show(f"gone    {path}  deleted during this check")
         else:
             code = EXIT_CRASH
-            _show([f"FAILED  {path}", *(f"        {problem}" for problem in problems)])
+            _show(f"FAILED  {path}", *(f"        {problem}" for problem in problems))
     return code
 
 
@@ -212,11 +210,10 @@ def _prune(arguments: argparse.Namespace) -> int:
         names = [
             info.path.name if info.manifest else f"{info.path.name} (incomplete)" for info in kept
         ]
-        lines = [f"{run_dir} keeps {', '.join(names) or 'no checkpoint'}"]
+        _show(f"{run_dir} keeps {', '.join(names) or 'no checkpoint'}")
         verb = "delete" if arguments.yes else "would delete"
         for path, size_bytes in sizes_bytes.items():
-            lines.append(f"  {verb} {path.name}  {readable(size_bytes)}")
-        _show(lines)
+            _show(f"  {verb} {path.name}  {readable(size_bytes)}")
         total = readable(sum(sizes_bytes.values()))
         if not arguments.yes:
             print(f"{total} in total; add --yes to delete")
@@ -247,7 +244,7 @@ def _require_whole(checkpoint: Path) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     """Export one checkpoint. Imports torch."""
     checkpoint, notes = listing.checkpoint_to_export(arguments.checkpoint)
-    _show([*notes, f"exporting {checkpoint} in {arguments.dtype}"])
+    _show(*notes, f"exporting {checkpoint} in {arguments.dtype}")
     started = time.perf_counter()
     target = arguments.target
     from trainer.checkpoint.offline_export import export_from_shards
@@ -256,5 +253,5 @@ def _export(arguments: argparse.Namespace) -> int:
         checkpoint, target, dtype=arguments.dtype, lora=arguments.lora, base=arguments.base
     )
     size = readable(tree_bytes(target))
-    _show([f"wrote {target}  {size}, {time.perf_counter() - started:.1f} s"])
+    _show(f"wrote {target}  {size}, {time.perf_counter() - started:.1f} s")
     return EXIT_DONE

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.layout import CheckpointInfo
-from trainer.cli.arguments import Parser, add_engine, as_command, at_least
+from trainer.cli.arguments import Parser, add_engine, as_command, at_least, named_path
 from trainer.cli.listing import require_dir, require_run
 from trainer.config import ConfigError
 from trainer.errors import EXIT_DONE
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 def _parsed(argv: list[str]) -> argparse.Namespace:
     parser = Parser("evaluate")
     parser.add_argument(
-        "path", metavar="PATH", type=Path, help="a run directory, or one of its checkpoints"
+        "path", metavar="PATH", type=named_path, help="a run directory, or one of its checkpoints"
     )
     parser.add_argument(
         "--watch", action="store_true", help="also score new checkpoints until the run has ended"
@@ -117,15 +117,13 @@ def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
         )
     from trainer.tools.evaluate.engines import make_generate
     from trainer.tools.evaluate.programs import require_isolation
+    from trainer.tools.evaluate.questions import ANSWER, read_questions
     from trainer.tools.evaluate.scoring import Evaluation
 
     if is_exec:
         print(require_isolation())
-    column = arguments.answer or (scorers.TESTS if is_exec else scorers.ANSWER)
-    if arguments.prompts:
-        questions = scorers.read_questions(run_dir, arguments.prompts, answer_key=column)
-    else:
-        questions = scorers.held_out_questions(run_dir, answer_key=column)
+    column = arguments.answer or ("tests" if is_exec else ANSWER)
+    questions = read_questions(run_dir, arguments.prompts, answer_key=column)
     return Evaluation(
         name=arguments.name,
         questions=questions,

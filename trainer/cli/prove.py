@@ -4,9 +4,7 @@ Exit codes: 0 equal, 1 refused, 2 wrong usage or nothing to compare, 65 bad data
 130 interrupted.
 """
 
-from pathlib import Path
-
-from trainer.cli.arguments import Parser, add_engine, as_command
+from trainer.cli.arguments import Parser, add_engine, as_command, named_path
 from trainer.cli.listing import checkpoint_to_export
 from trainer.errors import EXIT_CRASH, EXIT_DONE
 
@@ -21,7 +19,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        type=Path,
+        type=named_path,
         help="a global_step_<step>, or a run directory: its newest checkpoint",
     )
     add_engine(parser)

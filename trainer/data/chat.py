@@ -4,7 +4,8 @@ The chat template renders conversations; plain text is not rendered. Spans of ch
 supervised parts, each including its end token. The tokens that start inside a span are supervised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -73,11 +74,18 @@ class RowEncoder:
                 "nested too deeply: the row has hundreds of lists or objects inside each other"
             ) from None
 
-    def prompt(self, row: Row) -> Prompt:
+    def is_plain_text(self, row: Row) -> bool:
+        """Return True if training reads a row as plain text."""
+        with suppress(UnusableError, RecursionError):
+            return isinstance(self._parser.parse(row), Continuation)
+        return False
+
+    def prompt(self, row: Row, *, is_text: Callable[[], bool]) -> Prompt:
         """Return the prompt of a row's last answer, as in training, also if the row lacks the
-        answer. Raises `UnusableError`.
+        answer. `is_text` says whether a lone `prompt` is plain text or a user message. Raises
+        `UnusableError`.
         """
-        item = self._parser.question(row)
+        item = self._parser.question(row, is_text=is_text)
         if isinstance(item, Conversation):
             template = self._template(item.tools)
             messages = [template.with_arguments(message) for message in item.messages]

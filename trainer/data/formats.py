@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -110,8 +110,10 @@ class RowParser:
         self._seen.unread_columns.update([*unread, *row.unread])
         return item
 
-    def question(self, row: Row) -> Item:
-        """Return the item of a row that may have no answer: `prompt` alone is a question. Raises
+    def question(self, row: Row, *, is_text: Callable[[], bool]) -> Item:
+        """Return the item of a row that may have no answer: `prompt` alone is a question.
+
+        `is_text` says whether such a prompt is plain text or a user message. Raises
         `UnusableError`.
         """
         try:
@@ -126,7 +128,7 @@ class RowParser:
                 messages, _ = _from_turns(row.record, key, turns)
             elif not isinstance(prompt, str):
                 raise
-            elif self._keys.text_key is not None or not self._tokenizer.chat_template:
+            elif self._keys.text_key is not None or not self._tokenizer.chat_template or is_text():
                 return Continuation(prompt, "")
             else:
                 messages = [_message("user", prompt)]

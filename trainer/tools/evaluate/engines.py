@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from trainer.config import ConfigError
 from trainer.data.samples import Samples
-from trainer.model.weights import stored_in, whole_model
+from trainer.model.weights import whole_model
 from trainer.runtime.environment import call
 from trainer.runtime.processes import run_in
 from trainer.tools.evaluate import vllm_engine
@@ -65,10 +65,8 @@ def model_of(export: Path) -> tuple[Path, dict[str, Any]]:
     return base, settings
 
 
-def load_model(
-    export: Path, *, dtype: torch.dtype | Literal["auto"], has_adapter: bool = True
-) -> Any:
-    """Load an export with its transformers class, and its adapter unless `has_adapter` is false.
+def load_model(export: Path, *, dtype: torch.dtype | Literal["auto"]) -> Any:
+    """Load an export with its transformers class, and its adapter if it has one.
 
     `dtype="auto"` keeps the dtype of the files. Raises `ConfigError` if they cannot be read.
     """
@@ -77,25 +75,17 @@ def load_model(
     loader: Any = transformers.AutoModelForCausalLM if whole is None else type(whole)
     try:
         model: Any = _from_files(loader, path, dtype=dtype)
-        if adapter and has_adapter:
+        if adapter:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, export).to(model.dtype)
-    except SafetensorError:
-        for file in (*path.glob("*.safetensors"), *export.glob("*.safetensors")):
-            _require_readable(file)
-        raise
-    return model.eval()
-
-
-def _require_readable(file: Path) -> None:
-    try:
-        stored_in(file)
-    except ConfigError as error:
+    except SafetensorError as error:
         raise ConfigError(
-            f"{error}.\nFix: use another checkpoint, or write the export again with "
-            f"`checkpoint export`; `checkpoint verify` lists all damaged files"
+            f"the weights in '{export}' cannot be read: {error}.\nFix: use another checkpoint, or "
+            f"write the export again with `checkpoint export`; `checkpoint verify` lists all damaged "
+            f"files"
         ) from error
+    return model.eval()
 
 
 def _from_files(loader: Any, path: Path, **options: Any) -> Any:
@@ -112,11 +102,9 @@ def _from_files(loader: Any, path: Path, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def sums_in_transformers(
-    export: Path, samples: Samples, *, dtype: torch.dtype, has_adapter: bool = True
-) -> np.ndarray:
+def sums_in_transformers(export: Path, samples: Samples, *, dtype: torch.dtype) -> np.ndarray:
     """Return, for each sample, the summed log-probability of its supervised tokens."""
-    model = load_model(export, dtype=dtype, has_adapter=has_adapter)
+    model = load_model(export, dtype=dtype)
     sums = []
     for index in range(len(samples)):
         tokens, mask = samples.sample(index)
@@ -133,11 +121,8 @@ def sums_in_vllm(export: Path, samples: Samples, *, python: str) -> tuple[np.nda
 
     Raises `ConfigError` if vLLM cannot serve the export.
     """
-    documents = [samples.sample(index) for index in range(len(samples))]
-    job = {
-        "ids": [ids.tolist() for ids, _ in documents],
-        "masks": [mask.tolist() for _, mask in documents],
-    }
+    ids, masks = zip(*map(samples.sample, range(len(samples))), strict=True)
+    job = {"ids": [row.tolist() for row in ids], "masks": [row.tolist() for row in masks]}
     answer = ask_vllm(export, job, python=python)
     return np.array(answer["sums"]), f"vllm {answer['version']}"
 
@@ -154,26 +139,24 @@ def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str
             f"vLLM does not serve '{export}', an adapter with modules_to_save.\nFix: make the merged "
             f"model with `{call(f'checkpoint export {export.parent} TARGET')}`, and serve that"
         )
+    rank = max(LEAST_VLLM_RANK, adapter.get("r", 0))
+    job = {
+        **asked,
+        "model": str(model),
+        "adapter": str(export) if adapter else None,
+        "max_lora_rank": 1 << (rank - 1).bit_length(),  # vLLM accepts only powers of two
+    }
     with tempfile.TemporaryDirectory(prefix="sft-vllm-") as work:
-        job_file = Path(work, "job.json")
-        answer_file = Path(work, "answer.json")
-        rank = max(LEAST_VLLM_RANK, adapter.get("r", 0))
-        job = {
-            **asked,
-            "model": str(model),
-            "adapter": str(export) if adapter else None,
-            "max_lora_rank": 1 << (rank - 1).bit_length(),  # vLLM accepts only powers of two
-            "answer": str(answer_file),
-        }
-        job_file.write_text(json.dumps(job), encoding="utf-8")
-        ended = run_in(python, str(vllm_engine.__file__), str(job_file))
+        file = Path(work, "job.json")
+        file.write_text(json.dumps(job), encoding="utf-8")
+        ended = run_in(python, vllm_engine.__file__, str(file))
         if ended.returncode != 0:
             log = "\n".join(ended.stderr.splitlines()[-NUM_LOG_LINES:])
             raise ConfigError(
                 f"vLLM cannot serve '{export}' ({python}: exit code {ended.returncode}). The end "
                 f"of its log:\n{log}"
             )
-        answer: dict[str, Any] = json.loads(answer_file.read_text(encoding="utf-8"))
+        answer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return answer
 
 

@@ -27,7 +27,9 @@ def main() -> None:
     if os.fork() == 0:
         _limit(job)
         output = os.dup(1)
-        _discard_output()
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
         reason = why_it_fails(job["code"], job["tests"])[:MAX_REASON_CHARS]
         os.write(output, f"{VERDICT}{reason}".encode(errors="replace"))
         os._exit(0)
@@ -55,12 +57,6 @@ def _limit(job: dict[str, Any]) -> None:
         os.setgroups([])
         os.setgid(job["uid"])
         os.setuid(job["uid"])
-
-
-def _discard_output() -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
 
 
 def why_it_fails(code: str, tests: list[str]) -> str:

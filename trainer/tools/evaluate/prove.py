@@ -182,9 +182,10 @@ def compare(trained: Trained, result: Certificate, python: str) -> None:
     loss = -float(sums.sum()) / trained.num_loss_tokens
     result.tolerance = tolerance
     result.served_loss = loss
-    if engines.model_of(export)[1]:
-        base = engines.sums_in_transformers(export, samples, dtype=wide, has_adapter=False)
-        result.base_loss = -float(base.sum()) / trained.num_loss_tokens
+    base, adapter = engines.model_of(export)
+    if adapter:
+        base_sums = engines.sums_in_transformers(base, samples, dtype=wide)
+        result.base_loss = -float(base_sums.sum()) / trained.num_loss_tokens
         if abs(result.base_loss - loss) <= tolerance:
             causes.append("adapter: the served loss is that of the base model without the adapter")
     result.is_equal = abs(loss - trained.loss) <= tolerance and not causes

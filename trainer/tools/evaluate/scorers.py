@@ -1,26 +1,15 @@
-"""The questions for a model, and the functions that score its answers.
-
-The functions that read questions import what is slow, so that the command line starts fast.
-"""
+"""The functions that score the answers of a model to questions."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import layout
-from trainer.config import Config, ConfigError, Source, parse_recorded, sources_of
-from trainer.data.rows import UnusableError, location
 from trainer.errors import DataError
 from trainer.runtime.evaluations import EXEC
 from trainer.tools.evaluate.programs import run_tests
 
-PROMPT = "prompt"
-ANSWER = "answer"
-TESTS = "tests"
 NUMBER = re.compile(
     r"((?:(?<![\w)])[-+])?)[$€£¥]?"  # a hyphen after a number or word is no sign
     r"((?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|[eE][-+]?\d{1,3}(?!\d))?)"
@@ -53,95 +42,6 @@ Scorer = Callable[[Question], Judge]
 """Returns the judge of the answers to a question. Raises `DataError` for a question that it cannot
 score.
 """
-
-
-def read_questions(run_dir: Path, path: Path, *, answer_key: str) -> list[Question]:
-    """Return a question for every row of a file, read as the files in `data.train_files`.
-
-    Raises `ConfigError` if the file is missing, `DataError` if it has no rows or an unusable row.
-    """
-    from trainer.tracking.run_info import read_config
-
-    if not path.is_file():
-        raise ConfigError(
-            f"--prompts: there is no file '{path}'.\n"
-            f"Fix: a file with rows of messages or {PROMPT} (.jsonl, .json, .parquet)"
-        )
-    config = parse_recorded(read_config(run_dir))
-    [source] = sources_of(replace(config.data, val_files=str(path)), "val_files")
-    questions = list(_questions(run_dir, config, [(source, [path], None)], answer_key))
-    if not questions:
-        raise DataError(f"'{path}' has no rows")
-    return questions
-
-
-def held_out_questions(run_dir: Path, *, answer_key: str) -> list[Question]:
-    """Return the validation rows of a run as questions.
-
-    Raises `ConfigError` if the run has none, `DataError` for an unusable row.
-    """
-    from trainer.tracking.run_info import read_config
-    from trainer.train.start.inputs import prepare_data_alone
-    from trainer.train.start.preflight import find_files
-
-    config = parse_recorded(read_config(run_dir))
-    validation = prepare_data_alone(config).validation
-    if validation is None:
-        raise ConfigError("the run holds out no rows for validation.\nFix: add --prompts FILE")
-    found = find_files(config)
-    held_out = [
-        (source, files, set(map(samples.dataset.location, samples.samples)))
-        for (source, files), samples in zip(
-            found.validation or found.train, validation.sources, strict=True
-        )
-    ]
-    return list(_questions(run_dir, config, held_out, answer_key))
-
-
-def _questions(
-    run_dir: Path,
-    config: Config,
-    sources: Sequence[tuple[Source, list[Path], set[str] | None]],
-    answer_key: str,
-) -> Iterator[Question]:
-    """Yield the rows of sources as questions, with the prompts that training would make of them.
-
-    A source comes with its files and the places of the rows to ask, None for all.
-    """
-    from trainer.data.chat import RowEncoder
-    from trainer.data.formats import columns_of
-    from trainer.data.readers import iter_rows
-    from trainer.train.start.inputs import Encoders, source_at, source_without_weights
-
-    try:
-        model = source_without_weights(config)
-    except ConfigError:  # an export has the same tokenizer
-        exports = [info.path / layout.HUGGINGFACE for info in layout.committed(run_dir)]
-        if not exports:
-            raise
-        model = source_at(config, str(exports[-1]))
-    encoders = Encoders(config, model)
-    for source, files, wanted in sources:
-        tokenizer, _, options = encoders.encoding(source)
-        encoder = RowEncoder(tokenizer, options)
-        keys = source.keys
-        columns = (*columns_of(keys), keys.messages_key, keys.tools_key, PROMPT, answer_key)
-        rows = chain.from_iterable(iter_rows(path, tuple(dict.fromkeys(columns))) for path in files)
-        for row in rows:
-            place = location(row.file, row.line)
-            if wanted is not None and place not in wanted:
-                continue
-            try:
-                prompt = encoder.prompt(row)
-            except UnusableError as error:
-                raise DataError(
-                    f"{place}: {error}.\nFix: repair the row; a question has {PROMPT} (text) or "
-                    f"messages (a list of role and content)"
-                ) from error
-            expected = row.record.get(answer_key)
-            if expected is None and answer_key == ANSWER:
-                expected = prompt.answer
-            yield Question(prompt.text, prompt.ids, expected, place)
 
 
 def exact(question: Question) -> Judge:

@@ -1,10 +1,10 @@
 """Serves one export with vLLM: `python vllm_engine.py JOB`, run by an interpreter that has vLLM.
 
 This file imports nothing from the package. JOB is a JSON file with "model", "adapter" (or null),
-"max_lora_rank", "ids" (a list of token ids for each prompt) and "answer", the file to write. With
-"masks", the answer has "sums": the log-probability of the supervised tokens of each prompt. With
-"max_new_tokens" and "stop_ids", it has "ids": the tokens that vLLM generates greedily after each
-prompt. Every answer also has vLLM's "version".
+"max_lora_rank" and "ids" (a list of token ids for each prompt); the answer replaces its content.
+With "masks", the answer has "sums": the log-probability of the supervised tokens of each prompt.
+With "max_new_tokens" and "stop_ids", it has "ids": the tokens that vLLM generates greedily after
+each prompt. Every answer also has vLLM's "version".
 """
 
 import json
@@ -59,5 +59,6 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    Path(job["answer"]).write_text(json.dumps(serve(job)), encoding="utf-8")
+    path = Path(sys.argv[1])
+    job = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(serve(job)), encoding="utf-8")

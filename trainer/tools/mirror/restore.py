@@ -4,9 +4,11 @@ import logging
 import tarfile
 import time
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
@@ -43,13 +45,14 @@ def prepare(trainer: TrainerConfig, storage: Storage) -> None:
     """
     own_step = _own_step(trainer)
     try:
-        run_id = claim(trainer, storage)
+        claimed = claim(trainer, storage)
         held = look(storage)
     except StorageError as error:
         return unreachable(trainer, error)
     if own_step is None and (held.whole or held.incomplete):
-        _restore(trainer, storage, held)
-        note(Path(trainer.default_local_dir), storage, id=run_id)
+        restored = _restore(trainer, storage, held)
+        note(Path(trainer.default_local_dir), storage, id=claimed["id"])
+        _show_origin(storage, claimed, restored)
     elif own_step is None:
         choice.select(Path(trainer.default_local_dir))  # raises if its checkpoints are damaged
     elif held.candidates and held.candidates[0].step > own_step:
@@ -58,6 +61,15 @@ def prepare(trainer: TrainerConfig, storage: Storage) -> None:
             "use the mirror's, stop and move the run directory away",
             *(storage.url, held.candidates[0].step, own_step),
         )
+
+
+def _show_origin(storage: Storage, claimed: Mapping[str, Any], restored: Manifest) -> None:
+    """Warn whose checkpoint the run continues from: another run may have the same names."""
+    logger.warning(
+        "this run continues the run %s in %s from step %d, saved at %s (uploaded by %s). If it is "
+        "a different run, stop it and choose a new trainer.experiment_name",
+        *(claimed["id"], storage.url, restored.step, restored.created_utc, claimed.get("holder")),
+    )
 
 
 def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
@@ -86,8 +98,8 @@ def _own_step(trainer: TrainerConfig) -> int | None:
     return None
 
 
-def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> None:
-    """Download the first candidate whose files are all intact.
+def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Manifest:
+    """Download the first candidate whose files are all intact, and return its manifest.
 
     Raises `NoUsableCheckpointError` if there is none, `ResumableError` if the storage fails.
     """
@@ -105,7 +117,8 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Non
             for manifest in held.candidates:
                 layout.clean_leftovers(run_dir)  # those of the previous candidate
                 try:
-                    return _take(run_dir, storage, manifest)
+                    _take(run_dir, storage, manifest)
+                    return manifest
                 except _DamagedError as error:
                     problems.append(f"step {manifest.step}: {error}")
                     logger.warning("skipped step %d of %s: %s", manifest.step, storage.url, error)

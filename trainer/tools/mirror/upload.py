@@ -3,13 +3,14 @@
 An upload may stop at any point without harm; the next one starts over.
 """
 
-import math
 import os
+import socket
 import tarfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 
@@ -68,6 +69,9 @@ class Uploader:
         self._record = record
         self._run_dir = Path(trainer.default_local_dir)
         self._seen: object = None
+        place = f"{socket.gethostname()}:{self._run_dir.absolute()}"
+        self._holder = f"{place}, since {datetime.now(UTC).isoformat()}"
+        self._is_holder = False
         self._begun: Manifest | None = None
         self._sent: set[str] = set()
 
@@ -81,14 +85,15 @@ class Uploader:
 
         Raises `StorageError`, `OSError` for a fault in the run directory, or `ConfigError` if the
         mirror belongs to a different run. That is checked each time: the mirror may have vanished,
-        and another run may have taken its place.
+        and another run may have taken its place, or another machine may have continued this run.
         """
         state = self._local_state()
         if layout.read_pointer(self._run_dir).step is None:
             return  # rank 0 may not even have made the directory yet
         try:
-            claim(self._trainer, self._storage)
             with _alone(self._run_dir):
+                claim(self._trainer, self._storage, holder=self._holder, is_held=self._is_holder)
+                self._is_holder = True
                 self._bring_up()
         except Exception as error:
             note(self._run_dir, self._storage, failed=str(error))
@@ -234,7 +239,10 @@ class Uploader:
 
     def _best(self, found: list[CheckpointInfo]) -> set[int]:
         """Return the steps that rotation keeps even if they are old."""
-        history = History(_best_step(self._run_dir))
+        log = self._run_dir / metrics_file.FILE_NAME
+        rows = metrics_file.read_rows(log) if log.exists() else ()
+        best_steps = [row.data["val/best_step"] for row in rows if "val/best_step" in row.data]
+        history = History(int(best_steps[-1]) if best_steps else None)
         return retention.worth_keeping(self._run_dir, history, found)
 
 
@@ -270,12 +278,3 @@ def packed(run_dir: Path) -> Iterator[Path]:
         yield path
     finally:
         path.unlink(missing_ok=True)
-
-
-def _best_step(run_dir: Path) -> int | None:
-    """Return the step of the lowest finite validation loss in the run's log."""
-    path = run_dir / metrics_file.FILE_NAME
-    rows = metrics_file.read_rows(path) if path.exists() else iter(())
-    losses = [(row.data.get("val/loss", math.nan), row.step) for row in rows if row.kind == "val"]
-    finite = [found for found in losses if math.isfinite(found[0])]
-    return min(finite, default=(0.0, None))[1]

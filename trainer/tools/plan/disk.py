@@ -4,6 +4,7 @@ The plan does not count untrained tensors that are only copied to the export, or
 directory.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -41,10 +42,8 @@ def most_checkpoints(config: Config) -> int | None:
     limits = []
     if trainer.max_ckpt_to_keep is not None:
         limits.append(trainer.max_ckpt_to_keep + 1)
-    if trainer.save_every is not None:
-        return min(limits, default=None)
-    if trainer.save_freq < 0:
+    if trainer.save_every is None and trainer.save_freq < 0:
         limits.append(1)
-    elif trainer.total_training_steps is not None:
-        limits.append(-(-trainer.total_training_steps // trainer.save_freq))
+    elif trainer.save_every is None and trainer.total_training_steps is not None:
+        limits.append(math.ceil(trainer.total_training_steps / trainer.save_freq))
     return min(limits, default=None)

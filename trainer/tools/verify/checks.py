@@ -142,7 +142,6 @@ def mirror(launch: Launch) -> Iterator[Checked]:
 
 def rows(launch: Launch) -> Iterator[Checked]:
     """Render and tokenize the first row of each file, and show one row."""
-    from trainer.data.chat import RowEncoder
     from trainer.data.formats import columns_of
     from trainer.data.readers import iter_rows
     from trainer.data.show import preview
@@ -154,10 +153,9 @@ def rows(launch: Launch) -> Iterator[Checked]:
     encoders = Encoders(config, source_without_weights(config))
     files = preflight.find_files(config)
     for source, paths in (*files.train, *files.validation):
-        tokenizer, _, options = encoders.encoding(source)
+        encoder = encoders.row_encoder(source)
         columns = columns_of(source.keys)
         first_rows = [row for path in paths for row in islice(iter_rows(path, columns), 1)]
-        encoder = RowEncoder(tokenizer, options)
         for row in first_rows:
             place = location(row.file, row.line)
             try:
@@ -170,7 +168,7 @@ def rows(launch: Launch) -> Iterator[Checked]:
                 is_shown = True
                 ids = result[0].input_ids
                 mask = result[0].loss_mask
-                text = " ".join(preview(ids, mask, tokenizer).split())
+                text = " ".join(preview(ids, mask, encoder.tokenizer).split())
                 end = text[-SHOWN_CHARS:]
                 yield Checked("ok", f"the end of {place} (supervised text in [[ ]]): …{end}")
 

@@ -158,7 +158,7 @@ class Runs:
         All its processes end with it. Raises `RunFailedError`.
         """
         words = [str(num_ranks or self.num_ranks), *self.all_overrides, *overrides]
-        words += [f"trainer.default_local_dir={as_word(str(run.run_dir))}", *_FORCED]
+        words += [f"trainer.default_local_dir={as_word(str(run.run_dir))}", *FORCED]
         with run.log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "trainer.launch", *words],
@@ -185,7 +185,7 @@ class Runs:
         return False
 
 
-_FORCED = (
+FORCED = (
     f"trainer.total_training_steps={NUM_STEPS}",
     f"trainer.save_freq={SAVE_FREQ}",
     f"trainer.test_freq={SAVE_FREQ}",

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
 from trainer.data.batch_plan import Schedule
+from trainer.data.chat import RowEncoder
 from trainer.data.rows import PrepareOptions
 from trainer.data.samples import Samples, SourceSamples, TokenDataset
 from trainer.data.token_cache import prepare
@@ -238,6 +239,11 @@ class Encoders:
         kwargs = data.apply_chat_template_kwargs
         options = replace(options, turns=data.turns, train_on=data.train_on, template_kwargs=kwargs)
         return *self.tokenizer(source.chat_template), options
+
+    def row_encoder(self, source: Source) -> RowEncoder:
+        """Return the encoder of a source's rows."""
+        tokenizer, _, options = self.encoding(source)
+        return RowEncoder(tokenizer, options)
 
 
 def _require_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
