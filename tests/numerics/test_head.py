@@ -88,6 +88,7 @@ def check(output: LossOutput, leaves: list[Tensor], formula: Formula, tolerance:
     expected = formula(logits_SV, labels_S)
     gradients = torch.autograd.grad(SCALE * expected, exact)
     assert output.loss_sum.dtype == torch.float64
+    assert not output.loss_sum._is_view(), "FSDP would warn of it"
     assert relative(output.loss_sum.detach(), expected.detach()) < tolerance
     for leaf, gradient in zip((hidden_SH, *parameters), gradients, strict=True):
         assert leaf.grad is not None and leaf.grad.dtype == leaf.dtype

@@ -160,19 +160,19 @@ def _output(
     if no position is supervised.
     """
     measured_KS = torch.cat(measured, dim=1) if measured else losses_S[None]
-    total = _WithGradients.apply(losses_S.sum(dtype=torch.float64), gradients, *inputs)
+    total = _WithGradients.apply(losses_S, gradients, *inputs)
     return LossOutput(total, measured_KS[0], hits_S, measured_KS[1:].sum(1, dtype=torch.float64))
 
 
 class _WithGradients(torch.autograd.Function):
-    """A summed loss whose gradients with respect to the inputs are already computed."""
+    """The sum of losses whose gradients with respect to the inputs are already computed."""
 
     @staticmethod
     def forward(
-        ctx: Any, total: Tensor, gradients: list[Tensor | None], *inputs: Tensor | None
+        ctx: Any, losses_S: Tensor, gradients: list[Tensor | None], *inputs: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(*gradients)
-        return total
+        return losses_S.sum(dtype=torch.float64)
 
     @staticmethod
     @once_differentiable
