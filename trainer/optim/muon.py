@@ -162,6 +162,5 @@ def _ends(model: nn.Module) -> set[nn.Parameter]:
     they do not map one hidden space to another.
     """
     modules: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    if hasattr(model, "get_output_embeddings"):
-        modules.append(model.get_output_embeddings())
-    return {module.weight for module in modules}
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return {module.weight for module in (*modules, head) if module is not None}
