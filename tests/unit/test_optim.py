@@ -200,11 +200,13 @@ def step(layer: nn.Linear, optimizer: clip.Optimizer, gradient: list[float], **h
 @pytest.mark.parametrize("kind", MOMENTA)
 @pytest.mark.parametrize(("max_norm", "scale"), [(2.5, 0.5), (5.0, 1.0), (100.0, 1.0)])
 @pytest.mark.parametrize("gradient", [[3.0, 4.0], [0.0, 0.0]])
-def test_clipping_scales_down_only(kind, gradient, max_norm, scale):
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_clipping_scales_down_only(kind, is_chunked, gradient, max_norm, scale):
     """The first moment holds what the update saw. A gradient of zero is no reason to skip."""
     layer = nn.Linear(2, 1)
     moment, share = MOMENTA[kind]
-    optimizer = OPTIMIZERS[kind](layer, optim_config())
+    optimizer: Any = OPTIMIZERS[kind](layer, optim_config())
+    optimizer._is_rounded = is_chunked
     step(layer, optimizer, gradient, max_norm=max_norm)
     expected = torch.tensor([gradient]) * scale * share
     found = optimizer.state[layer.weight][moment]
