@@ -166,7 +166,9 @@ def measured(
 ) -> tuple[dict[str, float], Tensor, Tensor | float]:
     """(row of metrics, what is differentiated, share of the tokens that each expert got)."""
     coefficient = getattr(model.config, "router_aux_loss_coef", None) or 0.0
-    routers = [p for name, p in model.named_parameters() if re.search(r"mlp\.gate\.weight$", name)]
+    routers = [
+        p for name, p in model.named_parameters() if re.search(r"\.(gate|router)\.weight$", name)
+    ]
     is_routed = bool(coefficient and any(p.requires_grad for p in routers))
     asked = {"output_router_logits": True} if is_routed else {}
     found = list(judged(model, documents, definition.loss, **asked))
@@ -247,16 +249,19 @@ class PlainOptimizer:
             self.adamw.step()
         for weight, momentum in self.momenta.items():
             assert weight.grad is not None
-            momentum.lerp_(weight.grad, 0.05)
-            update = orthogonal(torch.lerp(weight.grad, momentum, 0.95)) * (
-                0.2 * max(weight.shape[-2:]) ** 0.5
-            )
-            weight -= lr * (update + DECAY * weight)
+            weight -= lr * (muon_update(weight.grad, momentum) + DECAY * weight)
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
     *_, owner, leaf = name.split(".")
     return parameter.ndim >= 2 and not leaf.endswith("bias") and "norm" not in owner
+
+
+def muon_update(gradient: Tensor, momentum: Tensor) -> Tensor:
+    """Add a matrix's gradient to its momentum, and return Muon's update without the rate."""
+    momentum.lerp_(gradient, 0.05)
+    ahead = torch.lerp(gradient, momentum, 0.95)
+    return orthogonal(ahead) * (0.2 * max(ahead.shape[-2:]) ** 0.5)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -5,14 +5,14 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoint_table import CHECKPOINTS, write_replica
 from family_runs import interrupted_run, save_tokenizer, words_of_run, write_samples
 from family_trials import save_model
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
+from test_lora import assert_merged_as_by_peft
 from toy import relative
 from transformers import AutoModelForCausalLM
 from whole_runs import train
@@ -147,7 +147,6 @@ def test_the_export_of_a_card_loads_on_the_card_with_the_weights_of_the_run(tmp_
 
 
 def test_adapters_of_experts_train_on_a_card_and_merge(tmp_path):
-    """peft loads the adapter beside the merged model: both serve the same."""
     base = tmp_path / "model"
     save_model(base, "qwen3_moe", hidden_size=256, head_dim=64, moe_intermediate_size=64)
     save_tokenizer(base)
@@ -172,16 +171,7 @@ def test_adapters_of_experts_train_on_a_card_and_merge(tmp_path):
 
     checkpoint = tmp_path / "on_card" / "global_step_6"
     export_from_shards(checkpoint, tmp_path / "merged", dtype="float32", lora="merged")
-    ids = torch.arange(24, device=DEVICE)[None]
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted: Any = PeftModel.from_pretrained(plain, checkpoint / "huggingface")
-    with torch.no_grad():
-        logits = merged.to(DEVICE)(input_ids=ids).logits
-        expected = adapted.to(DEVICE)(input_ids=ids).logits
-        changed = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
-        assert not torch.allclose(expected, changed(input_ids=ids).logits, atol=1e-2)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert_merged_as_by_peft(base, checkpoint / "huggingface", tmp_path / "merged")
 
 
 @pytest.mark.parametrize("words", [(), ("model.lora_rank=8",)], ids=["all", "LoRA"])

@@ -51,11 +51,10 @@ def checked(world: World, root: Path) -> dict[str, tuple[float, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "expert_size"), [(2, 2), (4, 2)])
-def test_loss_and_gradient_are_those_of_transformers(tmp_path, world_size, expert_size):
+def test_loss_and_gradient_are_those_of_transformers(tmp_path):
     for family in FAMILIES:
         save_model(tmp_path / family, family)
-    found = run_ranks(checked, world_size, tmp_path, expert_size=expert_size)[0]
+    found = run_ranks(checked, 4, tmp_path, expert_size=2)[0]
     assert {family: max(errors) for family, errors in found.items() if max(errors) > 1e-5} == {}
 
 
@@ -82,7 +81,7 @@ def test_any_optimizer_dtype_and_choice_of_parameters_is_trained_alike(source):
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [((2, 2), (2, 2)), ((2, 2), (1, 1)), ((1, 1), (2, 2)), ((4, 4), (4, 2)), ((4, 2), (2, 1))],
+    [((2, 2), (2, 2)), ((1, 1), (2, 2)), ((4, 4), (4, 2)), ((4, 2), (2, 1))],
 )
 def test_a_checkpoint_does_not_depend_on_the_size(source, tmp_path, first, then):
     """`first` and `then`: numbers of ranks and of ranks that hold all experts."""

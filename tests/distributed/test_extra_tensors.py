@@ -21,31 +21,17 @@ from trainer.checkpoint.export import OTHER_PARTS
 from trainer.checkpoint.offline_export import export_from_shards
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 
-_EXPERT = "mlp.experts.0"
-_PREDICTING = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
-_HEADS = ("shared_head.norm.weight", "shared_head.head.weight", "embed_tokens.weight")
 EXTRA: dict[str, tuple[str, ...]] = {
     "qwen3_next": (
         "mtp.fc.weight",
         "mtp.norm.weight",
-        "mtp.layers.0.input_layernorm.weight",
-        "mtp.layers.0.self_attn.q_proj.weight",
-        *(
-            f"mtp.layers.0.{_EXPERT}.{name}.weight"
-            for name in ("gate_proj", "up_proj", "down_proj")
-        ),
+        "mtp.layers.0.mlp.experts.0.up_proj.weight",
     ),
-    "glm4_moe": tuple(
-        f"model.layers.46.{name}"
-        for name in (
-            *_PREDICTING,
-            *_HEADS,
-            f"{_EXPERT}.gate_proj.weight",
-            "self_attn.q_proj.weight",
-        )
+    "deepseek_v3": (
+        "model.layers.2.eh_proj.weight",
+        "model.layers.2.shared_head.norm.weight",
+        "model.layers.2.embed_tokens.weight",
     ),
-    "deepseek_v3": tuple(f"model.layers.2.{name}" for name in (*_PREDICTING, *_HEADS)),
-    "qwen3_5_text": ("mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.up_proj.weight"),
 }
 """{family: names as its released checkpoints have them}; the whole qwen3_5 is in
 test_whole_models.py.

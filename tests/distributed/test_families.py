@@ -9,7 +9,7 @@ from family_runs import TOTAL_STEPS, export_faults, interrupted_run, prepare
 from sweeps import short_or_full
 
 KINDS = short_or_full(
-    ("qwen3_moe", "qwen3_next"),
+    ("qwen3_next",),
     full=("gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"),
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from exports import export_adapted, tensors_in
-from family_runs import interrupted_run, prepare, words_of_run
+from family_runs import prepare, words_of_run
 from family_trials import save_model
 from peft import PeftModel
 from ranks import run_ranks
@@ -189,65 +189,41 @@ def test_another_scaling_in_the_initial_adapter_is_refused(words, straight, tmp_
     assert re.search("adapter_scaling: lora_alpha=16, .* -> lora_alpha=64, .*<- refused", output)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mamba2"])
 def test_exports_load_in_peft_and_transformers_and_are_base_plus_adapter(tmp_path, family):
     """With the default layers: also those whose names peft takes for experts in this
     architecture.
     """
     prepare(tmp_path, family)
-    words = words_of_run(tmp_path, tmp_path / "model")
-    output = train(
-        tmp_path / "run", 2, *words, "model.lora_rank=4", "model.use_rslora=true", MERGED
-    )
-    assert output.count("LoRA of rank 4 on ") == 1, output
-    whole = tmp_path / "run" / "global_step_6" / "huggingface"
-    alone = tmp_path / "adapter"
-    export_from_shards(whole.parent, alone, dtype="float32", lora="adapter")
-    adapter = load_file(alone / ADAPTER)
-    base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "model", whole))
-    assert base.keys() == merged.keys()
-    for name, tensor in base.items():
-        own = f"base_model.model.{name.removesuffix('.weight')}"
-        down, up = (adapter.pop(f"{own}.lora_{x}.weight", None) for x in "AB")
-        if down is None:
-            assert torch.equal(merged[name], tensor), name
-        else:
-            added = 8.0 * up @ down  # alpha 16 over the root of rank 4
-            assert torch.allclose(merged[name], tensor + added, rtol=1e-6, atol=1e-7), name
-    assert not adapter, "an adapter of no tensor"
-    of_merged = logits_of(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32))
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    before = logits_of(plain)
-    in_peft = logits_of(PeftModel.from_pretrained(plain, alone))
-    direct = logits_of(AutoModelForCausalLM.from_pretrained(alone, dtype=torch.float32))
-    assert not torch.allclose(before, of_merged, rtol=1e-3)
-    for logits in (in_peft, direct):
-        assert (logits - of_merged).abs().max() < 1e-4 * of_merged.abs().max()
-
-
-def test_a_checkpoint_of_several_parts_is_adapted_resumed_and_exported_whole(tmp_path):
-    prepare(tmp_path, "qwen3_moe")  # samples and tokenizer
     model = tmp_path / "model"
-    write_whole_model(model, "qwen3_5_moe")
-    lora = ("model.lora_rank=4", "model.lora_dropout=0.1", MERGED)
-    assert interrupted_run(tmp_path, model, *lora) == []
-    export = tmp_path / "killed" / "global_step_6" / "huggingface"
-    base, merged = (load_file(path / "model.safetensors") for path in (model, export))
-    changed = differing(base, merged)
-    assert changed and all("language_model" in name for name in changed)
-    assert base.keys() == merged.keys()
+    words = (*words_of_run(tmp_path, model), "trainer.total_training_steps=2")
+    lora = ("model.lora_rank=4", "model.use_rslora=true", MERGED)
+    output = train(tmp_path / "run", 2, *words, *lora)
+    assert output.count("LoRA of rank 4 on ") == 1, output
+    merged = tmp_path / "run" / "global_step_2" / "huggingface"
+    alone = tmp_path / "adapter"
+    export_from_shards(merged.parent, alone, dtype="float32", lora="adapter")
+    assert_merged_as_by_peft(model, alone, merged)
+    direct, of_merged = (
+        logits_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        for path in (alone, merged)
+    )
+    assert (direct - of_merged).abs().max() < 1e-4 * of_merged.abs().max()
+
+
+def trained(root: Path, model: Path, *words: str) -> Path:
+    """The export at the end of a run with adapters of rank 4. `test_meetings.py` covers resumes."""
+    train(root / "run", 2, *words_of_run(root, model), "model.lora_rank=4", *words)
+    return root / "run" / "global_step_6" / "huggingface"
 
 
 EXPERTS = "model.target_modules=[o_proj,experts.gate_up_proj,experts.down_proj]"
 
 
-def test_experts_are_adapted_resumed_and_exported_for_peft(tmp_path):
+def test_experts_are_adapted_and_exported_for_peft(tmp_path):
     prepare(tmp_path, "qwen3_moe")
     model = tmp_path / "model"
-    lora = ("model.lora_rank=4", EXPERTS)
-    assert interrupted_run(tmp_path, model, *lora) == []
-
-    alone = tmp_path / "killed" / "global_step_6" / "huggingface"
+    alone = trained(tmp_path, model, EXPERTS)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     before = logits_of(plain)
     in_peft, stored = loaded_by_peft(plain, alone)
@@ -267,8 +243,7 @@ def assert_merged_as_by_peft(model: Path, adapter: Path, merged: Path) -> None:
     base = tensors_in(model)
     ours = tensors_in(merged)
     assert base.keys() == ours.keys()
-    changed = set(differing(base, ours))
-    assert any("experts" in name for name in changed) and changed != base.keys()
+    assert set() < set(differing(base, ours)) < base.keys()
 
     adapted = PeftModel.from_pretrained(loader.from_pretrained(model, dtype=torch.float32), adapter)
     expected: Any = adapted.merge_and_unload()
@@ -284,7 +259,6 @@ def export_adapted_experts(world: Any, model: Path, target: Path, layers: list[s
     export_adapted(world, built, source, target, dtype="float32")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
     ("family", "layers"),
     [
@@ -294,7 +268,7 @@ def export_adapted_experts(world: Any, model: Path, target: Path, layers: list[s
         ("qwen3_5_moe", ["o_proj", "experts.gate_up_proj", "experts.down_proj"]),
     ],
 )
-def test_adapters_of_experts_are_merged_as_peft_does(tmp_path, family, layers, num_ranks):
+def test_adapters_of_experts_are_merged_as_peft_does(tmp_path, family, layers):
     """Files hold single experts (mixtral, deepseek_v3) or stacked ones, transposed in gpt_oss;
     qwen3_5_moe is the language model of a checkpoint of several parts.
     """
@@ -303,22 +277,19 @@ def test_adapters_of_experts_are_merged_as_peft_does(tmp_path, family, layers, n
         write_whole_model(model, family)
     else:
         save_model(model, family)
-    run_ranks(export_adapted_experts, num_ranks, model, tmp_path / "export", layers)
+    run_ranks(export_adapted_experts, 2, model, tmp_path / "export", layers)
     assert_merged_as_by_peft(model, tmp_path / "export-adapter", tmp_path / "export-merged")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe"], ids=["tied", "several parts"])
-def test_modules_trained_in_full_are_resumed_and_exported_for_peft(tmp_path, family):
+def test_modules_trained_in_full_are_exported_for_peft(tmp_path, family):
     prepare(tmp_path, "qwen3")  # samples and tokenizer
     model = tmp_path / "model"
     if family == "qwen3":
         save_model(model, "qwen3", tie_word_embeddings=True)
     else:
         write_whole_model(model, family)
-    lora = ("model.lora_rank=4", "model.modules_to_save=[embed_tokens,lm_head]")
-    assert interrupted_run(tmp_path, model, *lora) == []
-
-    alone = tmp_path / "killed" / "global_step_6" / "huggingface"
+    alone = trained(tmp_path, model, "model.modules_to_save=[embed_tokens,lm_head]")
     merged = tmp_path / "merged"
     loader = AutoModelForCausalLM if family == "qwen3" else AutoModelForMultimodalLM
     in_peft, stored = loaded_by_peft(loader.from_pretrained(model, dtype=torch.float32), alone)
@@ -333,14 +304,13 @@ def test_modules_trained_in_full_are_resumed_and_exported_for_peft(tmp_path, fam
     assert_begins_with(tmp_path, model, alone)
 
 
-def test_a_run_on_nf4_weights_is_resumed_and_never_continued_on_plain_ones(tmp_path):
+def test_a_run_on_nf4_weights_is_never_continued_on_plain_ones(tmp_path):
     prepare(tmp_path, "qwen3")  # samples and tokenizer
     model = tmp_path / "model"
-    lora = ("model.lora_rank=4", "model.load_in_4bit=true")
     save_model(model, "qwen3", hidden_size=64, intermediate_size=128)
-    assert interrupted_run(tmp_path, model, *lora) == []
+    run_dir = trained(tmp_path, model, "model.load_in_4bit=true").parents[1]
     words = (*words_of_run(tmp_path, model), "model.lora_rank=4")
-    output = train(tmp_path / "killed", 1, *words, "trainer.total_training_steps=8", code=2)
+    output = train(run_dir, 2, *words, "trainer.total_training_steps=8", code=2)
     assert "model.load_in_4bit: True -> False   <- refused" in output
 
 

@@ -3,7 +3,6 @@
 python fake_step.py LIBRARY   reads a case a line (JSON), answers each with a line of JSON
 """
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from fake_watch import Watch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401  collectives of fake tensors
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import ToySamples, model_config, toy_run, write_model_config
@@ -64,8 +63,6 @@ class Case:
     loss: str = "cross_entropy"
     kept: str = "float32"
     """What moments and parameters are kept in."""
-    reads_the_loss: bool = False
-    """A fault to be found: the host looks at each loss as soon as it is there."""
     trouble_at: int = 0
     """A step of a whole run whose gradient norm makes the guard go back."""
 
@@ -139,8 +136,6 @@ def fake_run(case: Case, directory: Path) -> Iterator[tuple[Run, FakeTensorMode,
             samples = ToySamples()
             optim = {"name": case.optimizer, "state_dtype": case.kept}
             run = toy_run(world, model, samples, total_steps=60, optim=optim)
-        if case.reads_the_loss:
-            _read_every_loss(model)
         limits = Limits(None, 3 if is_packed else 1)
         plan = RankPlan(
             0, 1, limits, 0.0, pin_memory=True, share=(world.sequence_rank, world.sequence_size)
@@ -215,19 +210,6 @@ def _graph_as_it_is(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     found = [each for each in inputs if isinstance(each, Tensor) and each.device.type == "cpu"]
     HOST_INPUTS.extend(str(tensor.dtype) for tensor in found)
     return graph.forward
-
-
-def _read_every_loss(model: Any) -> None:
-    plain = model.forward
-
-    def reading(batch: Any) -> Any:
-        output = plain(batch)
-        # a fake tensor has no value to tell
-        with contextlib.suppress(DataDependentOutputException):
-            output.loss_sum.item()
-        return output
-
-    model.forward = reading
 
 
 def _fake_buffers(model: torch.nn.Module) -> None:

@@ -19,12 +19,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "gpt2": {},
-    "glm4": {},
-    "mistral": {"sliding_window": 4},
     "gemma3_text": _SLIDING,
     "granite": {"logits_scaling": 3.0},
     "qwen3_moe": EXPERTS,
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"model_type": name, "changes": changes} for name, changes in FAMILIES.items()},
@@ -45,17 +42,12 @@ CASES: dict[str, dict[str, Any]] = {
     "compiled nf4": {"model_type": "llama", "compile": True, "lora_rank": 8, "load_in_4bit": True},
     "compiled": {"model_type": "llama", "compile": True},
     "compiled, selective": {"model_type": "llama", "compile": True, "recompute": "selective"},
-    "compiled LoRA": {"model_type": "llama", "compile": True, "lora_rank": 8},
     "two share": {"sequence_size": 2},
-    "two share, compiled": {"model_type": "llama", "compile": True, "sequence_size": 2},
     "four share": {"sequence_size": 4, "recompute": True},
-    "reads": {"reads_the_loss": True},
 }
 LAYER_INPUTS = "trainer/model/layer_inputs.py"
 SHARED_TOKENS = (75, 74)
 """Of both micro-batches, before ranks share them."""
-WAITS = {"reads", "offload"}
-"""A fault to be found, and an optimizer on the host: it cannot go on before gradients are there."""
 
 
 @pytest.fixture
@@ -68,8 +60,11 @@ def collectives(step: dict[str, Any], kind: str, **wanted: Any) -> list[dict[str
     return [c for c in step["collectives"] if c["kind"] == kind and wanted.items() <= c.items()]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WAITS])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "offload"])
 def test_no_operation_waits_for_the_device(steps, name):
+    """An optimizer on the host cannot go on before gradients are there. test_fake_whole_run.py shows
+    that a read is found.
+    """
     step = steps(name)
     assert step["is_packed"] and step["num_micro_batches"] == 2
     assert step["reads"] == {} and step["waits"] == {}
@@ -144,11 +139,6 @@ def test_inputs_of_layers_go_and_come_beside_the_step(steps):
     }
 
 
-def test_a_value_that_the_host_reads_is_found(steps):
-    (where,) = steps("reads")["reads"]
-    assert where.startswith("aten._local_scalar_dense.default at trainer/train/step.py:accumulate")
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_what_ranks_tell_each_other_is_one_sum(steps, name):
     sums = [c for c in steps(name)["collectives"] if c["dtype"] == "float64"]
@@ -205,7 +195,7 @@ def test_nf4_weights_are_gathered_in_the_bytes_that_hold_them(steps):
 
 @pytest.mark.parametrize(
     ("name", "size", "num_forward"),
-    [("two share", 2, 1), ("two share, compiled", 2, 1), ("four share", 4, 2)],
+    [("two share", 2, 1), ("four share", 4, 2)],
 )
 def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
     steps, name, size, num_forward
@@ -239,9 +229,7 @@ def test_compiled_layers_are_one_graph_and_the_loss_another(steps, name):
     assert steps(name)["num_graphs"] == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["compiled", "compiled, selective", "compiled LoRA", "compiled nf4"]
-)
+@pytest.mark.parametrize("name", ["compiled", "compiled, selective", "compiled nf4"])
 def test_compiled_graphs_take_no_number_from_the_host(steps, name):
     """The scale of LoRA and the epsilon of a norm were float64 tensors on the host: each graph ran
     a kernel there, which needs a C++ compiler.

@@ -12,7 +12,6 @@ import pytest
 
 RUNS: dict[str, dict[str, Any]] = {
     "one rank": {"num_ranks": 1},
-    "eight ranks": {},
     "replicas": {"num_ranks": 32, "fsdp_size": 8},
     "documents shared, a rollback": {"sequence_size": 2, "trouble_at": 4},
 }

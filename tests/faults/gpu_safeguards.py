@@ -192,8 +192,8 @@ GPU_SAFEGUARDS = (
     Mutation(
         "GPU 17: the gradient of the head's weight is added up in bfloat16",
         HEAD,
-        "            torch.zeros_like(weight_VH, dtype=torch.float32) if is_weight_trained else None\n",
-        "            torch.zeros_like(weight_VH) if is_weight_trained else None\n",
+        "        torch.zeros_like(parameter, dtype=torch.float32)\n",
+        "        torch.zeros_like(parameter)\n",
         "numerics/test_head.py::test_weight_gradient_sums_its_blocks_in_float32",
     ),
     Mutation(

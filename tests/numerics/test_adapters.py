@@ -11,7 +11,7 @@ import plain_training
 import pytest
 import torch
 from family_trials import family_config
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import IA3Config, LoraConfig, get_peft_model, inject_adapter_in_model
 from ranks import each, run_ranks
 from safetensors.torch import save_file
 from test_invariance import plain_run, train
@@ -68,12 +68,11 @@ MICRO_BATCHES = {"micro-batches": {"max_samples": 1}}
 RECOMPUTED = {"recomputed": {"enable_gradient_checkpointing": True}}
 
 
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-def test_adapters_train_as_in_a_plain_loop_with_peft(tmp_path, is_tied):
-    model = write_model_config(tmp_path / "model", tie_word_embeddings=is_tied)
+def test_adapters_train_as_in_a_plain_loop_with_peft(tmp_path):
+    model = write_model_config(tmp_path / "model")
     path = write_adapter(plain_model(model.path), tmp_path / "adapter")
     on_several: Ways = {2: MICRO_BATCHES | RECOMPUTED, 4: {"fewer rows than ranks": {}}}
-    assert_as_plain(model, path, ON_ONE_RANK | on_several if is_tied else {1: {"one rank": {}}})
+    assert_as_plain(model, path, ON_ONE_RANK | on_several)
 
 
 def first_values(world: Any, model: Any, **changes: Any) -> dict[str, torch.Tensor]:
@@ -96,47 +95,29 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("method", "rank", "message"),
     [
-        (
-            {"lora_rank": 4, "modules_to_save": ["norm"]},
-            "'norm' is neither the input embeddings nor the output head.*\n.*embed_tokens, lm_head",
-        ),
-        ({"freeze": ["layers.7"]}, "no parameter has a name that matches 'layers.7'"),
-        ({"freeze": ["("]}, "not a regular expression"),
-        ({"lora_rank": 4, "target_modules": "("}, "not a regular expression"),
-        ({"freeze": ["."]}, "nothing is left to train"),
-        ({"lora_adapter_path": "dora"}, "more than plain LoRA .*use_dora=True"),
-        ({"lora_adapter_path": "plain", "lora_rank": 9}, "has rank 3"),
-        ({"lora_adapter_path": "missing"}, "adapter_config.json is not there"),
+        (LoraConfig(use_dora=True), 0, "more than plain LoRA .*use_dora=True"),
+        (IA3Config(feedforward_modules=[]), 0, "more than plain LoRA .*IA3"),
+        (LoraConfig(r=3), 9, "has rank 3"),
+        (None, 0, "adapter_config.json is not there"),
     ],
-    ids=str,
+    ids=["DoRA", "IA3", "another rank", "no adapter"],
 )
-def test_what_cannot_be_trained_is_refused(tmp_path, changes, message):
+def test_an_adapter_that_cannot_be_continued_is_refused(tmp_path, method, rank, message):
     model = write_model_config(tmp_path / "model")
-    if path := changes.get("lora_adapter_path"):
-        changes = changes | {"lora_adapter_path": str(tmp_path / path)}
-    if path in ("dora", "plain"):
-        write_adapter(plain_model(model.path), tmp_path / path, use_dora=path == "dora")
+    if method is not None:
+        method.target_modules = {"q_proj"}
+        get_peft_model(plain_model(model.path), method).save_pretrained(tmp_path)
+    config = model_config(lora_adapter_path=str(tmp_path), lora_rank=rank)
     with pytest.raises(ConfigError, match=message):
-        assemble.design_model(model_config(**changes), model, max_length=64)
+        assemble.design_model(config, model, max_length=64)
 
 
-SHARED_EXPERTS = (
-    "afmoe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "dots1",
-    "ernie4_5_moe",
-    "exaone_moe",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "solar_open",
-)
 MIXTURES = {
-    **dict.fromkeys(SHARED_EXPERTS, "shared_experts"),
+    "afmoe": "shared_experts",
+    "deepseek_v3": "shared_experts",
+    "glm4_moe": "shared_experts",
     "hunyuan_v1_moe": "shared_mlp",
     "longcat_flash": "mlps.0",
     "qwen3_next": "shared_expert",
@@ -144,10 +125,9 @@ MIXTURES = {
 """With the name of a dense or shared MLP, whose layers peft takes for experts where they are
 target modules.
 """
-OTHER_MIXTURES = ("qwen3_moe", "llama4_text", "qwen2_moe", "granitemoe", "jetmoe")
-MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
-EXPERT_NAMES = {"experts"}
-ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
+OTHER_MIXTURES = ("qwen3_moe", "llama4_text", "qwen2_moe", "jetmoe")
+MAMBAS = ("mamba", "mamba2", "falcon_h1")
+NEVER_ADAPTED = {"experts", "router", "gate", "shared_expert_gate", "lm_head"}
 
 
 def on_meta(source: ModelSource, **changes: Any) -> Any:
@@ -186,7 +166,7 @@ def test_all_linear_takes_what_can_be_adapted(family, name):
     model = on_meta(source)
     layers = adapted(model)
     parts = {part for layer in layers for part in layer.split(".")}
-    assert not parts & (EXPERT_NAMES | ROUTER_NAMES | {"lm_head"})
+    assert not parts & NEVER_ADAPTED
     if name in MIXTURES:
         ends = {f"{MIXTURES[name]}.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")}
         assert all(any(layer.endswith(end) for layer in layers) for end in ends), (
@@ -201,14 +181,8 @@ def test_all_linear_takes_what_can_be_adapted(family, name):
 @pytest.mark.parametrize(
     ("name", "targets", "expected"),
     [
-        ("qwen3_next", ["shared_expert.gate_proj"], {"shared_expert.gate_proj"}),
         ("qwen3_next", ["q_proj", "down_proj"], {"q_proj", "shared_expert.down_proj"}),
         ("deepseek_v3", ["gate_proj"], {"mlp.gate_proj", "shared_experts.gate_proj"}),
-        (
-            "deepseek_v3",
-            r".*\.shared_experts\.(up|down)_proj",
-            {"shared_experts.up_proj", "shared_experts.down_proj"},
-        ),
         (
             "deepseek_v3",
             r".*\.(o_proj|up_proj)",
@@ -233,32 +207,41 @@ FUSED = "fused kernels of Mamba"
 @pytest.mark.parametrize(
     ("name", "targets", "message"),
     [
-        ("qwen2", ["nope"], "nope.* names no layer of this model"),
-        ("qwen2", ["qproj"], "did you mean 'q_proj'"),
+        ("qwen2", ["qproj"], "names no layer of this model.*did you mean 'q_proj'"),
         ("qwen2", "q_proj", r"whole names.*model\.target_modules=\[q_proj\]"),
+        ("qwen2", "(", "not a regular expression"),
         ("qwen2", ["norm"], "'model.norm' cannot be adapted: it is not a linear layer"),
         ("qwen2", ["lm_head"], HEAD),
         ("qwen2", ["embed_tokens"], HEAD),
-        ("qwen3_moe", ["gate_proj"], "names no layer.*\\n.*experts.gate_up_proj"),
-        ("deepseek_v3", ["mlp.experts"], "not a linear layer"),
-        ("deepseek_v3", ["gate"], "not a linear layer"),
+        ("qwen3_moe", ["gate_proj"], "names no layer.*\n.*experts.gate_up_proj"),
         ("mamba2", ["in_proj", "out_proj"], FUSED),
-        ("mamba", ["x_proj"], FUSED),
         ("mamba2", ["conv1d"], FUSED),
         ("deepseek_v4", ["o_a_proj"], "not one matrix product"),
         ("qwen3_moe", ["experts.down_proj"], "adapts only experts"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(family, name, targets, message):
-    with pytest.raises(ConfigError, match=message) as refusal:
+    with pytest.raises(ConfigError, match=message):
         on_meta(family(name), target_modules=targets)
-    assert "Fix: " in str(refusal.value)
 
 
 def test_experts_are_not_adapted_with_dropout(family):
     targets = ["o_proj", "experts.down_proj"]
     with pytest.raises(ConfigError, match="do not support dropout"):
         on_meta(family("qwen3_moe"), target_modules=targets, lora_dropout=0.1)
+
+
+def test_only_the_ends_of_a_model_are_trained_in_full(family):
+    with pytest.raises(ConfigError, match=r"'norm' is neither(.|\n)*embed_tokens, lm_head"):
+        on_meta(family("qwen2"), modules_to_save=["norm"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"), [("layers.7", "matches 'layers.7'"), (".", "nothing is left to train")]
+)
+def test_a_pattern_that_freezes_nothing_or_everything_is_refused(family, pattern, message):
+    with pytest.raises(ConfigError, match=message):
+        on_meta(family("qwen2"), lora_rank=0, freeze=[pattern])
 
 
 def exported(source: ModelSource, path: Path, **changes: Any) -> str:
@@ -276,7 +259,7 @@ def exported(source: ModelSource, path: Path, **changes: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "mamba2"])
 def test_mixtures_and_mamba_train_as_in_a_plain_loop_with_peft(family, tmp_path, name):
     # with larger weights a router's choice may turn on the last bit
     source = family(name, initializer_range=0.05)
@@ -311,23 +294,10 @@ def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family):
         ModelShards(model).load_state_dict(Shards(Path("global_step_2"), [saved]))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["model.lora_rank=8"], "LoRA .* needs pretrained weights"),
-        (
-            ["model.lora_rank=8", "model.partial_pretrain=x", "model.freeze=[norm]"],
-            "does not work with LoRA",
-        ),
-        (
-            ["model.lora_rank=8", "model.partial_pretrain=x", "model.new_tokens=[new]"],
-            "does not work with LoRA",
-        ),
-    ],
-)
-def test_keys_that_contradict_each_other(words, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(words)
+@pytest.mark.parametrize("word", ["model.freeze=[norm]", "model.new_tokens=[new]"])
+def test_keys_that_do_not_work_with_lora(word):
+    with pytest.raises(ConfigError, match="does not work with LoRA"):
+        load_config(["model.lora_rank=8", "model.partial_pretrain=x", word])
 
 
 @pytest.mark.parametrize(("changes", "scale"), [({}, 6 / 4), ({"use_rslora": True}, 6 / 2)])
@@ -369,22 +339,14 @@ def test_dropout_is_written_where_peft_can_load_it(family, name, written):
     assert adapted_by_plain_peft(source, settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("qwen3_moe", ["experts.gate_up_proj", "experts.down_proj"]),
-        ("deepseek_v3", ["experts.down_proj"]),
-        ("gpt_oss", ["experts.gate_up_proj", "experts.down_proj"]),
-    ],
-)
-def test_experts_train_as_in_a_plain_loop_with_peft(family, tmp_path, name, parameters):
+def test_experts_train_as_in_a_plain_loop_with_peft(family, tmp_path):
     """The plain loop uses peft's `target_parameters`. gpt_oss has transposed weights and biases."""
-    source = family(name, initializer_range=0.05)
+    source = family("gpt_oss", initializer_range=0.05)
     adapter = write_adapter(
         plain_model(source.path),
         tmp_path / "adapter",
         target_modules=["o_proj"],
-        target_parameters=parameters,
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
         lora_alpha=1,
     )
     assert_as_plain(source, adapter, {1: {"one rank": {}}, 2: MICRO_BATCHES | RECOMPUTED})

@@ -1,5 +1,5 @@
-"""Every family of models: loaded bit-equal to transformers, its loss and gradients as plain,
-exported whole.
+"""Every family of models (a sample without `--full`): loaded bit-equal to transformers, its loss and
+gradients as plain, exported whole.
 
 Our side loads a tiny random model, sharded, and runs three documents: together where the family is
 packed, and each alone, with empty micro-batches in between; the other side is `from_pretrained`
@@ -20,6 +20,7 @@ from family_trials import REFUSED, first_step, save_model
 from ranks import run_ranks
 from safetensors.torch import load_file
 from support_table import TABLE
+from sweeps import some
 from toy import differing
 from transformers import logging
 
@@ -39,8 +40,14 @@ DOZEN = (
     "falcon_h1",
     "lfm2",
 )
-CASES = [pytest.param(1, name, id=f"{name}, 1 rank") for name in NAMES]
-CASES += [pytest.param(2, name, id=f"{name}, 2 ranks") for name in DOZEN]
+ON_TWO = some(DOZEN, 6)
+DRAWN = {*some(FAMILIES, 50), *VARIANTS, *ON_TWO}
+SIZES = {1: [name for name in NAMES if name in DRAWN], 2: ON_TWO}
+CASES = [
+    pytest.param(size, name, id=f"{name}, {size} ranks")
+    for size, names in SIZES.items()
+    for name in names
+]
 TRAINED = [case for case in CASES if TRIED[case.values[1]]["how"] != REFUSED]
 
 
@@ -67,7 +74,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(root: Path) -> dict[int, dict[str, Any]]:
     return {
         size: run_ranks(run_all, size, root, names, timeout_s=400)[0]
-        for size, names in ((1, NAMES), (2, DOZEN))
+        for size, names in SIZES.items()
     }
 
 

@@ -9,52 +9,21 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from family_trials import MAX_LENGTH, SAMPLES, save_model
 from kernel_terms import insist
-from ranks import run_ranks
 from test_attention import SEQLENS, bounds, dense, errors, inputs
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 from toy import build, write_model_config
 
 from trainer.config import ConfigError
-from trainer.data.loader import pack
 from trainer.model import attention, parallelize
 from trainer.model.attention import packed_attention
-from trainer.model.pretrained import ModelSource
-
-WITHOUT_KERNEL = ("gemma2", "gpt_oss", "granite_swa")
-NAMES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma3_text",
-    "phi",
-    "phi3",
-    "olmo2",
-    "granite",
-    "cohere",
-    "qwen3_moe",
-    "deepseek_v3",
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "minicpm3",
-    "nemotron",
-    "stablelm",
-    "granitemoehybrid attention",
-    "phi3 longrope unreached",
-    "llama dynamic unreached",
-    *WITHOUT_KERNEL,
-)
 
 
 class Kernel:
@@ -116,35 +85,6 @@ def test_what_the_kernel_lacks_runs_without_it(extra):
     assert kernel.num_calls == 0
 
 
-def losses(world: Any, root: Path) -> dict[str, Any]:
-    """{architecture: (kernel calls, loss with the kernel, loss with one call per document)}, in
-    bfloat16.
-    """
-    found: dict[str, Any] = {}
-    for name in NAMES:
-        save_model(root / name, name)
-        with on_cuda() as kernel:
-            source = ModelSource(str(root / name))
-            model = build(world, source, max_length=MAX_LENGTH, param_dtype="bfloat16")
-            batch = pack(SAMPLES, [0, 1, 2, 3])
-            with torch.no_grad():
-                packed = model(batch).loss_sum.item()
-                num_calls = kernel.num_calls
-                with patch.object(attention, "MAX_HEAD_SIZE", 0):
-                    found[name] = num_calls, packed, model(batch).loss_sum.item()
-                assert kernel.num_calls == num_calls
-        assert model.is_packed, name
-    return found
-
-
-def test_every_packable_architecture_meets_the_terms_of_the_kernel(tmp_path):
-    for name, (num_calls, packed, per_document) in run_ranks(losses, 1, tmp_path, timeout_s=300)[
-        0
-    ].items():
-        assert (num_calls > 0) == (name not in WITHOUT_KERNEL), name
-        assert abs(packed - per_document) / per_document < 2e-3, name
-
-
 def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
     tmp_path,
 ):
@@ -165,10 +105,6 @@ def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
         ),
     ):
         build(world, source)
-
-
-def test_this_torch_has_the_signature():
-    attention.require_kernel()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from families import SIZES, family_settings
 from plain_training import AS_DEFINED
 from ranks import run_ranks
+from sweeps import short_or_full
 from test_invariance import plain_run
 from toy import EXPERTS, ToySamples, build_toy_model, short_run, toy_run, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -77,12 +78,7 @@ EXECUTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 ranks": (2, {"max_samples": 1, "enable_gradient_checkpointing": "selective"}),
     "4 ranks, HSDP": (4, {"max_tokens": 48, "fsdp_size": 2}),
     "a rank without samples": (5, {"max_samples": 1}),
-    "compiled": (2, {"max_samples": 2, "compile": True}),
     "experts on 2 ranks": (2, {"expert_size": 2, "max_samples": 1}),
-    "experts on 4 ranks, recomputed": (
-        4,
-        {"expert_size": 4, "max_samples": 1, "enable_gradient_checkpointing": True},
-    ),
     "experts on 2 of 4 ranks, selective": (
         4,
         {"expert_size": 2, "max_tokens": 48, "enable_gradient_checkpointing": "selective"},
@@ -92,6 +88,7 @@ EXECUTIONS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"expert_size": 2, "sequence_size": 2, "max_tokens": 48},
     ),
+    **short_or_full({}, full={"compiled": (2, {"max_samples": 2, "compile": True})}),
 }
 
 

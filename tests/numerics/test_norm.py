@@ -1,20 +1,16 @@
-"""The norm of our own against float64 and against transformers' classes; what it may not take
-over.
+"""The trainer's norm against float64 and against transformers' own.
+
+`test_architectures.py` fails if it takes over a norm with another formula.
 """
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from trainer.model.norm import rms_norm, take_over_norms
+from trainer.model.norm import rms_norm
 
 SHAPE = (37, 64)
 EPS = 1e-6
@@ -65,50 +61,3 @@ def rounded_reference() -> tuple[Tensor, Tensor, Tensor]:
         return plain(hidden.to(torch.bfloat16).double(), weight.to(torch.bfloat16).double())
 
     return outcome(through_bfloat16, torch.float64)
-
-
-class Upright(nn.Module):
-    """A norm in all but its formula."""
-
-    def __init__(self, size: int, eps: float = EPS) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.variance_epsilon = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.weight * hidden
-
-
-class Grouped(LlamaRMSNorm):
-    """Set to one group it is the usual norm, and this class's own default says so."""
-
-    def __init__(self, size: int, eps: float = EPS, num_groups: int = 1) -> None:
-        super().__init__(size, eps)
-        self.num_groups = num_groups
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        groups = hidden.unflatten(-1, (self.num_groups, -1))
-        scale = torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (groups * scale).flatten(-2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_taken"),
-    [
-        (Qwen2RMSNorm, True),
-        (Qwen3RMSNorm, True),
-        (LlamaRMSNorm, True),
-        (Grouped, True),
-        (partial(Grouped, num_groups=2), False),
-        (GemmaRMSNorm, False),
-        (FalconH1RMSNormGated, False),
-        (Upright, False),
-    ],
-)
-def test_only_norms_that_compute_the_same_are_taken_over(kind, is_taken):
-    model = nn.Sequential(nn.Linear(8, 8), kind(8, eps=EPS), nn.LayerNorm(8))
-    hidden = torch.randn(3, 8)
-    before = model(hidden)
-    take_over_norms(model)
-    assert ("forward" in vars(model[1])) == is_taken
-    torch.testing.assert_close(model(hidden), before, rtol=1e-6, atol=1e-6)

@@ -88,8 +88,8 @@ def _doubled(original: Callable[..., Any]) -> staticmethod:
 
 def _scaled_weight(original: Callable[..., Any]) -> staticmethod:
     def backward(*args: Any) -> Any:
-        grad_hidden, grad_weight, *others = original(*args)
-        return grad_hidden, 1.008 * grad_weight, *others
+        *others, grad_weight, grad_bias = original(*args)
+        return *others, 1.008 * grad_weight, grad_bias
 
     return staticmethod(backward)
 
@@ -116,18 +116,16 @@ def _following_nothing(_: Any) -> Callable[..., Any]:
 
 
 FAULTS: dict[str, Fault] = {
-    "leak": _wrapped(attention, "packed_attention", _leaking),
     "leak of one token": _wrapped(attention, "packed_attention", _shifted),
     "positions": _wrapped(packed_lm, "forward_arguments", _running_positions),
     "logits": _wrapped(packed_lm, "_is_head_all", lambda _: lambda model: True),
     "norm": _wrapped(norm, "forward", _scaled_norm),
     "longest neighbour": _wrapped(rope, "follow_documents", _following_nothing),
     "longest before": _wrapped(rope, "follow_documents", _following_nothing),
-    "scale in the head": _wrapped(head._ChunkedLoss, "backward", _doubled),
-    "scale beside the head": _wrapped(head._LossOfLogits, "backward", _doubled),
+    "scale in the head": _wrapped(head._WithGradients, "backward", _doubled),
     "detached branch": _wrapped(attention, "packed_attention", _detached),
     "leak in the backward pass": _wrapped(attention, "packed_attention", _leaking_backward),
-    "0.8 % of one gradient": _wrapped(head._ChunkedLoss, "backward", _scaled_weight),
+    "0.8 % of one gradient": _wrapped(head._WithGradients, "backward", _scaled_weight),
     "experts in the backward pass": _wrapped(
         experts, "grouped_mm_experts_forward", _doubled_gradient
     ),
@@ -164,91 +162,71 @@ def compared(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str,
     return found
 
 
-def found_on_two_ranks(
-    root: Path, kinds: dict[str, tuple[str, dict[str, Any]]], param_dtype: str, spread: float
-) -> dict[str, selfcheck.Errors]:
-    """The errors of each fault in a model of (family, changes), whose weights have this spread."""
-    sources = {
-        name: write_model_config(root / name, family, **{"initializer_range": spread, **changes})
-        for name, (family, changes) in kinds.items()
-    }
-    found, other = run_ranks(compared, 2, sources, param_dtype)
-    assert {name: errors.loss for name, errors in found.items()} == {
-        name: errors.loss for name, errors in other.items()
-    }
-    return found
+UNTIED = {"tie_word_embeddings": False}
+GRANITE = {"logits_scaling": 4.0, "initializer_range": 0.5}
+LONG = {
+    "rope_parameters": {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": 16},
+    "initializer_range": 0.3,
+}
+DYNAMIC_16 = {
+    "rope_parameters": {**DYNAMIC, "rope_theta": 1e4},
+    "initializer_range": 0.3,
+    "max_position_embeddings": 16,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "no fault": ("qwen2", UNTIED),
+    "no fault, tied": ("qwen2", {}),
+    "no fault, dft": ("qwen2", UNTIED),
+    "no fault, one by one": ("llama", UNTIED),
+    "no fault, key bias": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 64}),
+    "no fault, hybrid": HYBRID,
+    "no fault, masks": ("gptj", {"rotary_dim": 4, "n_embd": 64, "n_layer": 2, "n_head": 4}),
+    "no fault, scaled logits": ("granite", GRANITE),
+    "no fault, longest before": ("llama", DYNAMIC_16),
+    "no fault, experts": ("qwen3_moe", EXPERTS),
+    "leak of one token": ("qwen2", {}),
+    # absolute ones: rotary positions are relative and would not change
+    "positions": ("gpt2", {}),
+    "logits": ("granite", GRANITE),
+    "norm": ("qwen2", {"initializer_range": 0.5}),
+    "longest neighbour": ("llama", LONG),
+    "longest before": ("llama", DYNAMIC_16),
+    "scale in the head": ("qwen2", UNTIED),
+    "detached branch": ("qwen2", {}),
+    "leak in the backward pass": ("qwen2", {}),
+    "0.8 % of one gradient": ("qwen2", UNTIED),
+    "experts in the backward pass": ("qwen3_moe", EXPERTS),
+    "unweighted dft": ("qwen2", UNTIED),
+}
+IN_THE_LOSS = ("leak of one token", "positions", "logits", "norm", "longest")
+"""Faults that the loss shows. It shows none of the others, which the gradient shows."""
+BELOW_ROUNDING = ("positions", "longest before", "longest neighbour", "0.8 % of one gradient")
+"""Faults that are not found in an untrained model in bfloat16."""
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_faults_exceed_the_tolerance(tmp_path, param_dtype):
-    """Absolute positions (gpt2) for the fault of positions: rotary ones are relative and would
-    not change.
-    """
-    granite = {"logits_scaling": 4.0, "initializer_range": 0.5}
-    longrope = {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": 16}
-    dynamic = {
-        "rope_parameters": {**DYNAMIC, "rope_theta": 1e4},
-        "initializer_range": 0.3,
-        "max_position_embeddings": 16,
-    }
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        "no fault": ("qwen2", {}),
-        "leak": ("qwen2", {}),
-        "leak of one token": ("qwen2", {}),
-        "no fault, hybrid": HYBRID,
-        "no fault, masks": ("gptj", {"rotary_dim": 4, "n_embd": 64, "n_layer": 2, "n_head": 4}),
-        "positions": ("gpt2", {}),
-        "logits": ("granite", granite),
-        "no fault, scaled logits": ("granite", granite),
-        "norm": ("qwen2", {"initializer_range": 0.5}),
-        "longest neighbour": ("llama", {"rope_parameters": longrope, "initializer_range": 0.3}),
-        "longest before": ("llama", dynamic),
-        "no fault, longest before": ("llama", dynamic),
-    }
-    compared_errors = found_on_two_ranks(tmp_path, kinds, param_dtype, 0.02)
-    losses = {name: errors.loss for name, errors in compared_errors.items()}
-    tolerance = selfcheck.TOLERANCE[getattr(torch, param_dtype)]
-    right = {name: losses.pop(name) for name in kinds if name.startswith("no fault")}
-    if param_dtype == "bfloat16":
-        # an untrained model hardly uses them: below the rounding
-        for name in ("positions", "longest before", "longest neighbour"):
-            del losses[name]
-    assert max(right.values()) < tolerance / 2, right
-    assert min(losses.values()) > 2 * tolerance, losses
-
-
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_a_backward_pass_that_is_not_that_of_its_forward_pass_is_found(tmp_path, param_dtype):
-    """The loss itself shows none of these faults. Tied weights, biases with no gradient but
-    rounding, scaled logits.
-    """
-    untied = {"tie_word_embeddings": False}
-    scaled_logits = {"logits_scaling": 4.0}
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        "no fault": ("qwen2", untied),
-        "no fault, tied": ("qwen2", {}),
-        "no fault, dft": ("qwen2", untied),
-        "no fault, one by one": ("llama", untied),
-        "no fault, key bias": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 64}),
-        "no fault, scaled logits": ("granite", scaled_logits),
-        "scale in the head": ("qwen2", untied),
-        "scale beside the head": ("granite", scaled_logits),
-        "detached branch": ("qwen2", {}),
-        "leak in the backward pass": ("qwen2", {}),
-        "no fault, experts": ("qwen3_moe", EXPERTS),
-        "experts in the backward pass": ("qwen3_moe", EXPERTS),
-        "unweighted dft": ("qwen2", untied),
-    }
-    if param_dtype == "float32":  # in bfloat16 rounding is larger
-        kinds["0.8 % of one gradient"] = ("qwen2", untied)
-    found = found_on_two_ranks(tmp_path, kinds, param_dtype, 0.1)
     dtype = getattr(torch, param_dtype)
-    assert max(errors.loss for errors in found.values()) < selfcheck.TOLERANCE[dtype] / 2, found
-    tolerance = selfcheck.GRADIENT_TOLERANCE[dtype]
+    kinds = {
+        name: kind
+        for name, kind in KINDS.items()
+        if dtype == torch.float32 or name not in BELOW_ROUNDING
+    }
+    sources = {
+        name: write_model_config(tmp_path / name, family, **changes)
+        for name, (family, changes) in kinds.items()
+    }
+    found, other = run_ranks(compared, 2, sources, param_dtype)
     for name, errors in found.items():
-        gradient = max(errors.gradients.values())
-        is_right = name.startswith("no fault")
-        assert gradient < tolerance / 4 if is_right else gradient > 1.5 * tolerance, (name, found)
+        assert errors.loss == other[name].loss, name
+        loss = errors.loss / selfcheck.TOLERANCE[dtype]
+        gradient = max(errors.gradients.values()) / selfcheck.GRADIENT_TOLERANCE[dtype]
+        if name.startswith(IN_THE_LOSS):
+            assert loss > 2, (name, errors)
+        elif name.startswith("no fault"):
+            assert loss < 0.5 and gradient < 0.25, (name, errors)
+        else:
+            assert loss < 0.5 and gradient > 1.5, (name, errors)
 
 
 def errors_beyond_a_chunk(world: Any, root: Path) -> dict[str, selfcheck.Errors]:

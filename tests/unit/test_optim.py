@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_training import orthogonal
+from plain_training import muon_update
 from torch import Tensor, nn
 from toy import optim_config, update
 
@@ -113,17 +113,21 @@ def plain_steps(
         if not is_matrix:
             adamw.step()
             continue
-        momentum = torch.lerp(momentum, parameter.grad, 0.05)
-        ahead = torch.lerp(parameter.grad, momentum, 0.95)
-        update = orthogonal(ahead) * 0.2 * max(ahead.shape[-2:]) ** 0.5
+        update = muon_update(parameter.grad, momentum)
         parameter.data -= rate * (update + decay * parameter.detach())
     return parameter.detach()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("groups", [[], GROUPS], ids=["usual", "groups"])
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_every_parameter_has_its_own_rate_and_decay(kind, groups, state_dtype):
+@pytest.mark.parametrize(
+    ("state_dtype", "is_chunked", "tolerance"),
+    [("float32", False, 1e-4), ("float32", True, 1e-4), ("bfloat16", True, 2e-2)],
+)
+def test_every_parameter_has_its_own_rate_and_decay(
+    kind, groups, state_dtype, is_chunked, tolerance
+):
+    """Also if it is updated in chunks, as for moments in bfloat16. Gradients are clipped to half."""
     torch.manual_seed(0)
     model = Model()
     config = optim_config(
@@ -133,7 +137,8 @@ def test_every_parameter_has_its_own_rate_and_decay(kind, groups, state_dtype):
         state_dtype=state_dtype,
         lr_warmup_steps_ratio=0.7,
     )
-    optimizer = OPTIMIZERS[kind](model, config)
+    optimizer: Any = OPTIMIZERS[kind](model, config)
+    optimizer._is_rounded = is_chunked
     schedule = LrSchedule.from_config(config, peak_lr=0.1, total_steps=3)
     named = dict(model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
@@ -141,18 +146,17 @@ def test_every_parameter_has_its_own_rate_and_decay(kind, groups, state_dtype):
     rates = [0.5 * schedule.lr_at(step) for step in (1, 2, 3)]
     for step in range(3):
         for name, parameter in named.items():
-            parameter.grad = gradients[name][step].clone()
+            parameter.grad = 2 * gradients[name][step]
         assert schedule.apply(optimizer, step=step + 1, factor=0.5) == rates[step]
         clip.clipped_step(
             optimizer,
-            total_norm=torch.tensor(1.0),
+            total_norm=torch.tensor(4.0),
             is_skipped=torch.tensor(False),
-            max_norm=inf,
+            max_norm=2.0,
             rounding_key=step,
         )
     assert torch.equal(named.pop("frozen"), before["frozen"])
     assert len(optimizer.state) == len(named)
-    tolerance = {"float32": 1e-4, "bfloat16": 2e-2}[state_dtype]
     for name, parameter in named.items():
         is_matrix = kind == "muon" and name in MATRICES
         moments = {"momentum_buffer"} if is_matrix else {"step", "exp_avg", "exp_avg_sq"}
@@ -196,11 +200,13 @@ def step(layer: nn.Linear, optimizer: clip.Optimizer, gradient: list[float], **h
 @pytest.mark.parametrize("kind", MOMENTA)
 @pytest.mark.parametrize(("max_norm", "scale"), [(2.5, 0.5), (5.0, 1.0), (100.0, 1.0)])
 @pytest.mark.parametrize("gradient", [[3.0, 4.0], [0.0, 0.0]])
-def test_clipping_scales_down_only(kind, gradient, max_norm, scale):
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_clipping_scales_down_only(kind, is_chunked, gradient, max_norm, scale):
     """The first moment holds what the update saw. A gradient of zero is no reason to skip."""
     layer = nn.Linear(2, 1)
     moment, share = MOMENTA[kind]
-    optimizer = OPTIMIZERS[kind](layer, optim_config())
+    optimizer: Any = OPTIMIZERS[kind](layer, optim_config())
+    optimizer._is_rounded = is_chunked
     step(layer, optimizer, gradient, max_norm=max_norm)
     expected = torch.tensor([gradient]) * scale * share
     found = optimizer.state[layer.weight][moment]
@@ -211,9 +217,10 @@ def test_clipping_scales_down_only(kind, gradient, max_norm, scale):
 @pytest.mark.covers("S2.38")
 @pytest.mark.parametrize("kind", MOMENTA)
 @pytest.mark.parametrize("gradient", [[nan, 1.0], [inf, 1.0], [3.0, 4.0]])
-def test_a_step_left_out_changes_nothing(kind, gradient):
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_step_left_out_changes_nothing(kind, gradient, state_dtype):
     layer = nn.Linear(2, 1)
-    optimizer = OPTIMIZERS[kind](layer, optim_config())
+    optimizer = OPTIMIZERS[kind](layer, optim_config(state_dtype=state_dtype))
     for _ in range(2):
         states = [value for state in optimizer.state.values() for value in state.values()]
         before = [value.clone() for value in (*layer.parameters(), *states)]

@@ -21,16 +21,10 @@ from trainer.train.throughput import PEAK_TFLOPS, known_as
 PEAKS = {
     "NVIDIA A10": 125.0,
     "NVIDIA A10G": 70.0,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA L40S": 362.0,
     "NVIDIA H100 80GB HBM3": 989.0,
-    "NVIDIA H200": 989.0,
-    "NVIDIA B200": 2250.0,
     "NVIDIA GeForce RTX 4090": 165.0,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-    "NVIDIA GeForce RTX 3090 Ti": None,
-    "NVIDIA RTX 6000 Ada Generation": None,
     "NVIDIA Unheard": None,
 }
 

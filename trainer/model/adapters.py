@@ -146,7 +146,8 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             f"rank {settings.r}.\nFix: leave model.lora_rank out"
         )
     settings.lora_dropout = config.lora_dropout
-    settings.base_model_name_or_path = _where(config.partial_pretrain)
+    base = Path(config.partial_pretrain).expanduser()
+    settings.base_model_name_or_path = str(base.resolve() if base.is_dir() else base)
     stacked = lora_layers.expert_weights(model)
     if isinstance(targets, list) and settings.target_parameters:
         targets = _with_weights(targets, stacked, settings.target_parameters)
@@ -239,7 +240,7 @@ def _given(path: str) -> "LoraConfig":
     own = found.to_dict()
     known = _FREE | _HELD
     # how A was initialized does not matter, unless the method changes the base model
-    if own["init_lora_weights"] in (True, False, "gaussian"):
+    if own.get("init_lora_weights") in (True, False, "gaussian"):
         known |= {"init_lora_weights"}
     odd = [
         f"{key}={value}"
@@ -267,12 +268,6 @@ def _with_weights(layers: list[str], stacked: list[str], named: list[str]) -> li
         if module in adapted and weight in leaves:
             weights.append(name)
     return sorted(adapted - modules) + weights
-
-
-def _where(name: str) -> str:
-    """Return the base model's name for `adapter_config.json`: a Hub id or an absolute directory."""
-    path = Path(name).expanduser()
-    return str(path.resolve()) if path.is_dir() else name
 
 
 def _load(adapters: dict[str, nn.Parameter], file: Path, places: Places) -> None:

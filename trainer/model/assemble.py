@@ -187,7 +187,7 @@ def prepare(
 def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
     """Run the self-check. Collective.
 
-    Return the gravest fault of all ranks, on every rank, because they must retry together.
+    Return a fault of any rank on every rank, because they must retry together.
     """
     logger.info(labelled("self-check", "loss and gradient against those of transformers"))
     if kinds := state_mixers.package_kinds(model):
@@ -195,14 +195,11 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | N
         note = f"the kernels of {names} are tuned at their first use, which may take minutes"
         logger.info(labelled("", note))
     faults = distributed.gather(_own_fault(model, config, world))
-    _, text = min(filter(None, faults), default=(0, None))
-    return text
+    return next(filter(None, faults), None)
 
 
-def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tuple[int, str] | None:
-    """Return (order, text) of the gravest fault on this rank, with order 0 for the gravest kind;
-    None if there is no fault.
-    """
+def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
+    """Return the gravest fault on this rank, or None."""
     name = type(model).__name__.removeprefix("FSDP")
     try:
         errors = selfcheck.compare(model, world.device, formula=LOSSES[config.loss].formula)
@@ -221,23 +218,22 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> tup
     except Exception as error:
         if "does not have a deterministic" in str(error):
             operation = str(error).split(", but you set")[0]
-            return 0, f"trainer.deterministic=true is not possible with {name} here: {operation}"
+            return f"trainer.deterministic=true is not possible with {name} here: {operation}"
         has_packages = bool(state_mixers.package_kinds(model))
         if (model.is_packed or has_packages) and _is_refusal(error, has_packages=has_packages):
-            return 0, f"{name}: {type(error).__name__}: {error}"
+            return f"{name}: {type(error).__name__}: {error}"
         # perhaps only this rank fails: its process ends, and the launcher ends the waiting ranks
         raise
     dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
     if not errors.foresight <= selfcheck.TOLERANCE[dtype]:
-        text = f"the logits of {name} change with tokens that come later, as those of an encoder do"
-        return 1, text
+        return f"the logits of {name} change with tokens that come later, as those of an encoder do"
     found = [(f"the loss of {name}", errors.loss, selfcheck.TOLERANCE[dtype])]
     for kind, difference in errors.gradients.items():
         what = f"the gradient of {kind} of {name}"
         found.append((what, difference, selfcheck.GRADIENT_TOLERANCE[dtype]))
-    for order, (what, difference, allowed) in enumerate(found, start=2):
+    for what, difference, allowed in found:
         if not difference <= allowed:  # NaN is a fault, too
-            return order, (
+            return (
                 f"{what} differs by {difference:.1e} from transformers' own forward pass "
                 f"(allowed: {allowed:.0e})"
             )

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import pad_sequence
 
 BLOCK_QUERIES = 128
 MAX_PADDING = 0.1
@@ -54,16 +54,15 @@ class DocumentGroups:
         members = group_by_length(seqlens)
         num_tokens = sum(seqlens)
         num_rows = num_tokens * num_key_heads
-        starts = np.cumsum((0, *seqlens))
-        head_M1 = np.arange(num_key_heads)[:, None]
+        documents = torch.arange(num_tokens).split(seqlens)
+        head_M1 = torch.arange(num_key_heads)[:, None]
         rows = []
         for group in members:
-            position_L = np.arange(seqlens[group[0]])
-            length_D1 = np.array([seqlens[index] for index in group])[:, None]
-            own_DL = starts[group][:, None] + position_L
-            token_DL = np.where(position_L < length_D1, own_DL, num_tokens)
-            rows.append((token_DL[:, None] * num_key_heads + head_M1).ravel())
-        rows_P = torch.from_numpy(np.concatenate(rows))
+            token_DL = pad_sequence(
+                [documents[index] for index in group], batch_first=True, padding_value=num_tokens
+            )
+            rows.append((token_DL[:, None] * num_key_heads + head_M1).flatten())
+        rows_P = torch.cat(rows)
         self.num_key_heads = num_key_heads
         self.batch_sizes = [len(group) * num_key_heads for group in members]
         """D * M of each group."""
@@ -309,9 +308,12 @@ class _GroupedAttention(torch.autograd.Function):
                     grad_z.transpose(1, 2), queries[:, block.rows], scoring.scaling
                 )
         grads = (grad_query_PGK, grad_key_P1K.to(key_P1K.dtype), grad_value_P1K.to(value_P1K.dtype))
-        num_tokens = grad_output.shape[1]
+        heads_first = (
+            grad[groups.places].view(*grad_output.shape[:2], -1, grad.shape[-1]).transpose(1, 2)
+            for grad in grads
+        )
         return (
-            *(_heads_first(grad[groups.places], num_tokens) for grad in grads),
+            *heads_first,
             None if grad_sinks_MG is None else grad_sinks_MG.flatten(),
             None,
             None,
@@ -326,8 +328,3 @@ def _rows(x: Tensor, groups: DocumentGroups) -> Tensor:
     """Reshape [1, T, N, K] to [T * M, G, K]."""
     heads_per_key = x.shape[2] // groups.num_key_heads
     return x.reshape(-1, heads_per_key, x.shape[3])
-
-
-def _heads_first(rows: Tensor, num_tokens: int) -> Tensor:
-    """Reshape [T * M, G, K] to [1, N, T, K]."""
-    return rows.view(1, num_tokens, -1, rows.shape[-1]).transpose(1, 2)

@@ -7,7 +7,7 @@ Shape suffixes: T tokens of a micro-batch, K experts chosen for each, E experts,
 import copy
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -66,12 +66,8 @@ def _exchanged_grouped_mm(
     rows_RH, expert_ids_R, num_sent, num_received = exchange.send(
         hidden_TH[order_S // index_TK.shape[1]], experts.tokens_E
     )
-    own = copy.copy(experts)
+    own = _with_parameters(experts, exchange.gather)
     own.num_experts = experts.num_experts // exchange.size
-    own._parameters = {
-        name: exchange.gather(parameter)
-        for name, parameter in experts.named_parameters(recurse=False)
-    }
     ones_R1 = rows_RH.new_ones(len(rows_RH), 1)
     made_RH = grouped_mm_experts_forward(own, rows_RH, expert_ids_R[:, None], ones_R1)
     # back to the ranks of their tokens, in the order of `send`
@@ -82,12 +78,14 @@ def _exchanged_grouped_mm(
 
 def compute_without_exchange(experts: Any, *args: Tensor) -> Tensor:
     """Compute all experts on this rank with transformers' own forward. Collective."""
-    whole = copy.copy(experts)
-    whole._parameters = {
-        name: experts.exchange.gather_all(parameter)
-        for name, parameter in experts.named_parameters(recurse=False)
-    }
-    return type(experts).forward(whole, *args)
+    return type(experts).forward(_with_parameters(experts, experts.exchange.gather_all), *args)
+
+
+def _with_parameters(experts: Any, gather: Callable[[nn.Parameter], Tensor]) -> Any:
+    """Return a copy of the module whose parameters are gathered."""
+    own = copy.copy(experts)
+    own._parameters = {name: gather(p) for name, p in experts.named_parameters(recurse=False)}
+    return own
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -123,9 +121,8 @@ class Routers:
             self._experts = []  # different numbers of experts have no common distribution
         self._recorded = list(_recorded_routers(model))
         config: Any = model.config
-        names = ("router_aux_loss_coef", "aux_loss_coef")
-        coefficients = [getattr(config, name, None) for name in names]
-        coefficient = next(filter(None, coefficients), 0.0)
+        coefficient: float = getattr(config, "router_aux_loss_coef", None) or 0.0
+        coefficient = coefficient or getattr(config, "aux_loss_coef", None) or 0.0
         obstacle = self._obstacle(model)
         self._coefficient = 0.0 if obstacle else coefficient
         if self._coefficient:

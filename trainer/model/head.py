@@ -56,18 +56,16 @@ class LossHead(nn.Linear):
         if labels_S is None:
             return super().forward(hidden_SH)
         if torch.is_grad_enabled():
-            return LossOutput(
-                *_ChunkedLoss.apply(hidden_SH, self.weight, self.bias, labels_S, self.loss)
-            )
+            return _chunked(hidden_SH, self.weight, self.bias, labels_S, self.loss)
         _, size = _sizes(self.out_features, hidden_SH.dtype)
         chunks = zip(hidden_SH.split(size), labels_S.split(size), strict=True)
         outputs = [
             measure(super(LossHead, self).forward(hidden_CH), labels_C)
             for hidden_CH, labels_C in chunks
         ]
-        losses_S = torch.cat([output.losses_S for output in outputs])
-        hits_S = torch.cat([output.hits_S for output in outputs])
-        return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, hits_S)
+        _, losses, hits, _ = zip(*outputs, strict=True)
+        losses_S = torch.cat(losses)
+        return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, torch.cat(hits))
 
 
 def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -76,7 +74,7 @@ def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
     """
     num_fitting = LOGITS_BYTES // (vocabulary * dtype.itemsize)
     block_size = min(BLOCK_TOKENS, 1 << num_fitting.bit_length() >> 1)
-    return max(1, block_size), max(1, block_size // CHUNKS)
+    return block_size, max(1, block_size // CHUNKS)
 
 
 def measure(logits_SV: Tensor, labels_S: Tensor) -> LossOutput:
@@ -95,78 +93,35 @@ def likeliest(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
 
 def train(logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient) -> LossOutput:
     """Apply `loss` with its own gradient to logits that are in memory all at once."""
-    return LossOutput(*_LossOfLogits.apply(logits_SV, labels_S, loss))
-
-
-def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """Scale in place, because the gradient may be as large as the weight in float32.
-
-    A zero-dimensional scalar would first be rounded to the gradient's dtype, which shifts the whole
-    gradient by up to 0.4 %. A one-dimensional tensor is not rounded.
-    """
-    return gradient.mul_(scale.float()[None])
-
-
-def _shown(losses_S: Tensor, measured: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy [S] and the float64 sums [K] of further terms.
-
-    `measured` holds their values for each chunk, [1 + K, C]; it is empty if no position is
-    supervised.
-    """
-    measured_KS = torch.cat(measured, dim=1) if measured else losses_S[None]
-    return measured_KS[0], measured_KS[1:].sum(dim=1, dtype=torch.float64)
-
-
-class _LossOfLogits(torch.autograd.Function):
-    """The summed loss of logits that are in memory all at once. The forward pass computes the
-    gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_SV: Tensor, labels_S: Tensor, loss: LossAndGradient
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        losses_S, grad_logits_SV, measured = loss(logits_SV, labels_S)
+    with torch.no_grad():
+        losses_S, grad_logits_SV, measured_KS = loss(logits_SV, labels_S)
         hits_S = likeliest(logits_SV, labels_S)
-        cross_entropy_S, terms_K = _shown(losses_S, [measured])
-        ctx.save_for_backward(grad_logits_SV)
-        ctx.mark_non_differentiable(cross_entropy_S, hits_S, terms_K)
-        return losses_S.sum(dtype=torch.float64), cross_entropy_S, hits_S, terms_K
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
-        (grad_logits_SV,) = ctx.saved_tensors
-        return _scaled(grad_logits_SV, grad_total), None, None
+    return _output(losses_S, hits_S, [measured_KS], [logits_SV], [grad_logits_SV])
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """Summed loss whose gradients are computed block by block in the forward pass.
+def _chunked(
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_S: Tensor,
+    loss: LossAndGradient,
+) -> LossOutput:
+    """Compute the loss chunk by chunk, and its gradients block by block.
 
     The weight's gradient is summed in float32.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_SH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        labels_S: Tensor,
-        loss: LossAndGradient,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        grad_hidden_SH = torch.empty_like(hidden_SH)
-        _, is_weight_trained, is_bias_trained, *_ = ctx.needs_input_grad
-        grad_weight_VH = (
-            torch.zeros_like(weight_VH, dtype=torch.float32) if is_weight_trained else None
-        )
-        grad_bias_V = None
-        if bias_V is not None and is_bias_trained:
-            grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32)
-        losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
-        hits_S = torch.empty(len(labels_S), dtype=torch.bool, device=hidden_SH.device)
-        measured: list[Tensor] = []  # by chunk
-        block_size, chunk_size = _sizes(len(weight_VH), hidden_SH.dtype)
+    grad_hidden_SH = torch.empty_like(hidden_SH)
+    grad_weight_VH, grad_bias_V = (
+        torch.zeros_like(parameter, dtype=torch.float32)
+        if parameter is not None and parameter.requires_grad
+        else None
+        for parameter in (weight_VH, bias_V)
+    )
+    losses_S = torch.empty(len(labels_S), dtype=torch.float32, device=hidden_SH.device)
+    hits_S = torch.empty_like(losses_S, dtype=torch.bool)
+    measured: list[Tensor] = []  # by chunk
+    block_size, chunk_size = _sizes(len(weight_VH), hidden_SH.dtype)
+    with torch.no_grad():
         for start in range(0, len(labels_S), block_size):
             block = slice(start, start + block_size)
             # the logits, until their gradient replaces them
@@ -186,17 +141,49 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_hidden_SH[block] = grad_logits_BV @ weight_VH
             if grad_weight_VH is not None:
                 grad_weight_VH += grad_logits_BV.T @ hidden_SH[block]
-        ctx.save_for_backward(grad_hidden_SH, grad_weight_VH, grad_bias_V)
-        ctx.dtype = hidden_SH.dtype
-        cross_entropy_S, terms_K = _shown(losses_S, measured)
-        ctx.mark_non_differentiable(cross_entropy_S, hits_S, terms_K)
-        return losses_S.sum(dtype=torch.float64), cross_entropy_S, hits_S, terms_K
+    inputs = [hidden_SH, weight_VH, bias_V]
+    gradients = [grad_hidden_SH, grad_weight_VH, grad_bias_V]
+    return _output(losses_S, hits_S, measured, inputs, gradients)
+
+
+def _output(
+    losses_S: Tensor,
+    hits_S: Tensor,
+    measured: list[Tensor],
+    inputs: list[Tensor | None],
+    gradients: list[Tensor | None],
+) -> LossOutput:
+    """Return the output of a loss with these gradients with respect to `inputs`; the first has their
+    dtype.
+
+    `measured` holds the cross-entropy and the further terms for each chunk, [1 + K, C]; it is empty
+    if no position is supervised.
+    """
+    measured_KS = torch.cat(measured, dim=1) if measured else losses_S[None]
+    total = _WithGradients.apply(losses_S, gradients, *inputs)
+    return LossOutput(total, measured_KS[0], hits_S, measured_KS[1:].sum(1, dtype=torch.float64))
+
+
+class _WithGradients(torch.autograd.Function):
+    """The sum of losses whose gradients with respect to the inputs are already computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, losses_S: Tensor, gradients: list[Tensor | None], *inputs: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return losses_S.sum(dtype=torch.float64)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (
-            None if grad is None else _scaled(grad, grad_total).to(ctx.dtype)
-            for grad in ctx.saved_tensors
-        )
-        return (*grads, None, None)
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients in place, because that of the weight may be as large as the weight in
+        float32.
+
+        A zero-dimensional scalar would first be rounded to the gradient's dtype, which shifts the
+        whole gradient by up to 0.4 %. A one-dimensional tensor is not rounded.
+        """
+        scale = grad_total.float()[None]
+        dtype = ctx.saved_tensors[0].dtype
+        grads = (None if grad is None else grad.mul_(scale).to(dtype) for grad in ctx.saved_tensors)
+        return (None, None, *grads)

@@ -56,8 +56,7 @@ def load_weights(model: PreTrainedModel, source: ModelSource, *, seed: int) -> N
     embeddings = model.get_input_embeddings().weight
     grown = {embeddings, *model.get_output_embeddings().parameters()}
     num_stored = 0
-    is_main = dist.get_rank() == 0
-    shown = ProgressLines("load", str(source.path)) if is_main else None
+    shown = ProgressLines("load", source.path) if dist.get_rank() == 0 else None
     try:
         for number, group in enumerate(found.groups):
             if shown is not None:

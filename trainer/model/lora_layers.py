@@ -21,6 +21,7 @@ from trainer.model.weights import has_tied_head
 ALL_LINEAR = "all-linear"
 _LINEAR = (nn.Linear, Conv1D)
 _ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
+"""Modules that choose the experts of a token or compute their weights."""
 _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names of an expert's layers that peft may convert to stacked weights."""
 _NO_HEAD = (
@@ -44,7 +45,7 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
     obstacles = _obstacles(model) | dict.fromkeys(stacked, "")
     linear = [name for name, obstacle in obstacles.items() if not obstacle and name not in stacked]
     if targets == ALL_LINEAR:
-        return [name for name in linear if not is_router(name)]
+        return [name for name in linear if _ROUTER_NAMES.isdisjoint(name.split("."))]
     ends = dict.fromkeys([*map(leaf, linear), *(".".join(n.split(".")[-2:]) for n in stacked)])
     fix = f"Fix: model.target_modules=all-linear, or a list of: {', '.join(ends)}"
     is_pattern = isinstance(targets, str)
@@ -105,11 +106,6 @@ def expert_weights(model: PreTrainedModel) -> list[str]:
         for weight, stacked in module.named_parameters(recurse=False)
         if stacked.ndim == 3
     ]
-
-
-def is_router(name: str) -> bool:
-    """Return True for a module that chooses the experts of a token or computes their weights."""
-    return not _ROUTER_NAMES.isdisjoint(name.split("."))
 
 
 def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], list[str]]:

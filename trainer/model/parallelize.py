@@ -28,8 +28,9 @@ from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
 KEPT_BYTES = 2**30
-"""Gathered layers stay for the backward pass if all of them together take at most this size: a
-model with half a billion parameters in bfloat16.
+"""With `reshard_after_forward=auto`, gathered layers stay for the backward pass if all of them
+together take at most this size: a model with half a billion parameters in bfloat16. Larger ones are
+freed after the forward pass and gathered again.
 """
 _MAX_VARIANTS = 32
 """Limit on the compiled variants of one function: kinds of layer x with or without gradients x one
@@ -142,12 +143,14 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
         else OffloadPolicy(),
         ignored_params=ignored,
     )
+    layers = decoder_layers(model)
     reshards = bool(fsdp.reshard_after_forward)
     if fsdp.reshard_after_forward == AUTO:
-        reshards = _is_worth_freeing(model, dtype, world)
+        numel = sum(p.numel() for layer in layers for p in layer.parameters())
+        reshards = world.num_shards > 1 and numel * dtype.itemsize > KEPT_BYTES
     owner: Any = model
     owner.frees_gathered = reshards
-    for layer in decoder_layers(model):
+    for layer in layers:
         as_unit(layer, reshard_after_forward=reshards)
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -178,16 +181,6 @@ def _used_in_place(
     if world.num_shards > 1 or is_offloaded:
         return set()
     return {p for p in model.parameters() if not p.requires_grad and p.ndim}
-
-
-def _is_worth_freeing(model: PreTrainedModel, dtype: torch.dtype, world: World) -> bool:
-    """Return True if all gathered layers together take so much memory that it is better to free them
-    after the forward pass and gather them again for the backward pass.
-    """
-    numel = sum(
-        parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters()
-    )
-    return world.num_shards > 1 and numel * dtype.itemsize > KEPT_BYTES
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -108,7 +107,14 @@ class SourceWeights:
         equal.
         """
         own = {name for group in self.groups for name in group.own}
-        lacking = _required(model, stored_tensors(model).keys() - own)
+        parameters = dict(model.named_parameters())
+        # buffers that transformers ignores may be missing
+        ignored = model._keys_to_ignore_on_load_missing or ()
+        lacking = sorted(
+            name
+            for name in stored_tensors(model).keys() - own
+            if name in parameters or not any(re.search(pattern, name) for pattern in ignored)
+        )
         path = self.source.path
         if lacking:
             way_out = ".\nFix: model.random_weights=true starts from random ones"
@@ -179,17 +185,6 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         for name, tensor in (parameters | buffers).items()
         if not is_adapter(name)
     }
-
-
-def _required(model: PreTrainedModel, missing: Set[str]) -> list[str]:
-    """Return every missing parameter, and the missing buffers that transformers does not ignore."""
-    parameters = dict(model.named_parameters())
-    ignored = model._keys_to_ignore_on_load_missing or ()
-    return sorted(
-        name
-        for name in missing
-        if name in parameters or not any(re.search(pattern, name) for pattern in ignored)
-    )
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:

@@ -10,7 +10,7 @@ Shape suffixes: R rows and C columns of a weight.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ QUANTIZATION_CONFIG = "quantization_config"
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _FOUR_BITS = ("I8", "U8")
 _FOUR_BIT_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MXFP4 = ("_blocks", "_scales")
+_MXFP4_BLOCKS = "_blocks"
 _MXFP4_COLUMNS = 32
 """Columns of a block in gpt-oss checkpoints, which store each weight transposed."""
 _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act", ".k_scale", ".v_scale")
@@ -87,8 +87,7 @@ def dequantized(
         if names:
             del tensors[name]
             scales = tensors.pop(names[0])
-            made = _Quantized.pair(codes, scales, block_size, f"{codes.file}: {name}")
-            tensors[name.removesuffix(_MXFP4[0])] = made.as_stored()
+            tensors[name.removesuffix(_MXFP4_BLOCKS)] = _paired(codes, scales, block_size, name)
         elif codes.dtype in _FLOAT8:
             raise ConfigError(f"{codes.file}: {name} is float8, and its scales are missing")
     return tensors
@@ -97,10 +96,14 @@ def dequantized(
 def _names_of_scales(name: str) -> list[str]:
     """Return the names under which checkpoints store the scales of a weight."""
     stem = name.removesuffix(".weight")
-    blocks = _MXFP4[0]
-    if name.endswith(blocks):
-        return [name.removesuffix(blocks) + _MXFP4[1]]
-    return [f"{name}_scale_inv", f"{name}_scale", f"{stem}.scale", f"{stem}.qscale_weight"]
+    of_mxfp4 = f"{name.removesuffix(_MXFP4_BLOCKS)}_scales"
+    return [
+        f"{name}_scale_inv",
+        f"{name}_scale",
+        f"{stem}.scale",
+        f"{stem}.qscale_weight",
+        of_mxfp4,
+    ]
 
 
 def _groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -119,98 +122,86 @@ def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
     return math.ceil(shape[-2] / block[0]), math.ceil(shape[-1] / block[1])
 
 
-@dataclass(frozen=True)
-class _Quantized:
-    """A weight as codes and scales.
+def _paired(
+    codes: StoredTensor, scales: StoredTensor, block_size: tuple[int, int] | None, name: str
+) -> StoredTensor:
+    """Return the weight as if it were an unquantized tensor in a file. Raise `ConfigError` if the
+    scales do not fit the codes.
 
-    `shape` is the shape of the stored weight. `block` is the number of its rows and columns that
-    share a scale. If `is_mxfp4`, the codes have one more dimension, and the weight is stored
-    transposed.
+    MXFP4 codes have one more dimension, and store the weight transposed.
     """
+    is_mxfp4 = len(codes.shape) == 4
+    shape = codes.shape
+    if is_mxfp4:
+        shape = (*shape[:2], math.prod(shape[2:]))
+    if codes.dtype in _FOUR_BITS:
+        shape = (*shape[:-1], 2 * shape[-1])
+    grid = (1, 1) if math.prod(scales.shape) == 1 else scales.shape[-2:]
+    blocks: list[tuple[int, int]] = []
+    if is_mxfp4:
+        blocks = [(1, _MXFP4_COLUMNS)]
+    elif len(shape) > 1 and len(grid) == 2:
+        even = (shape[-2] // grid[0], shape[-1] // grid[1])
+        blocks = [even] if block_size is None else [block_size, even]
+    for block in blocks:
+        if min(block) and _grid(shape, block) == tuple(grid):
+            *outer, rows, columns = shape
+            stored_shape = (*outer, columns, rows) if is_mxfp4 else shape
+            return StoredTensor(
+                codes.file, stored_shape, "BF16", partial(_read, codes, scales, block)
+            )
+    raise ConfigError(
+        f"{codes.file}: {name} has shape {codes.shape}, and its scales have {scales.shape}: no block "
+        f"of rows and columns fits both.\nFix: use the model's bfloat16 weights"
+    )
 
-    codes: StoredTensor
-    scales: StoredTensor
-    shape: tuple[int, ...]
-    block: tuple[int, int]
-    is_mxfp4: bool
 
-    @classmethod
-    def pair(
-        cls,
-        codes: StoredTensor,
-        scales: StoredTensor,
-        block_size: tuple[int, int] | None,
-        place: str,
-    ) -> "_Quantized":
-        """Pair codes with their scales. Raise `ConfigError` if the scales do not fit; `place` names
-        the codes in its message.
-        """
-        is_mxfp4 = len(codes.shape) == 4
-        shape = codes.shape
-        if is_mxfp4:
-            shape = (*shape[:2], math.prod(shape[2:]))
-        if codes.dtype in _FOUR_BITS:
-            shape = (*shape[:-1], 2 * shape[-1])
-        grid = (1, 1) if math.prod(scales.shape) == 1 else scales.shape[-2:]
-        blocks: list[tuple[int, int]] = []
-        if is_mxfp4:
-            blocks = [(1, _MXFP4_COLUMNS)]
-        elif len(shape) > 1 and len(grid) == 2:
-            even = (shape[-2] // grid[0], shape[-1] // grid[1])
-            blocks = [even] if block_size is None else [block_size, even]
-        for block in blocks:
-            if min(block) and _grid(shape, block) == tuple(grid):
-                return cls(codes, scales, shape, block, is_mxfp4)
-        raise ConfigError(
-            f"{place} has shape {codes.shape}, and its scales have {scales.shape}: no block of rows "
-            f"and columns fits both.\nFix: use the model's bfloat16 weights"
-        )
+def _read(
+    codes: StoredTensor,
+    scales: StoredTensor,
+    block: tuple[int, int],
+    where: tuple[slice, ...],
+) -> Tensor:
+    """Return the slices `where` of a weight, computed in float32 and rounded once.
 
-    def as_stored(self) -> StoredTensor:
-        """Return the weight as if it were an unquantized tensor in a file."""
-        *outer, rows, columns = self.shape
-        if self.is_mxfp4:
-            rows, columns = columns, rows
-        return StoredTensor(self.codes.file, (*outer, rows, columns), "BF16", self.read)
+    `block`: the number of rows and columns that share a scale.
+    """
+    *outer, rows, columns = where
+    is_mxfp4 = len(codes.shape) == 4
+    if is_mxfp4:
+        rows, columns = columns, rows
+    shape = [part.stop - part.start for part in (*outer, rows, columns)]
+    made = torch.empty(shape, dtype=torch.bfloat16)
+    row_R = torch.arange(rows.start, rows.stop) // block[0]
+    for place in np.ndindex(*shape[:-2]):  # one matrix at a time
+        picked = [
+            slice(part.start + index, part.start + index + 1)
+            for part, index in zip(outer, place, strict=True)
+        ]
+        values_RC = _values(codes, picked, rows)
+        scales_RC = _scales(scales, picked)[row_R].repeat_interleave(block[1], 1)
+        values_RC *= scales_RC[:, : values_RC.shape[1]]
+        made[place] = values_RC[:, columns]
+    return made.transpose(-2, -1).contiguous() if is_mxfp4 else made
 
-    def read(self, where: tuple[slice, ...]) -> Tensor:
-        """Return the slices `where` of the weight, computed in float32 and rounded once."""
-        *outer, rows, columns = where
-        if self.is_mxfp4:
-            rows, columns = columns, rows
-        shape = [part.stop - part.start for part in (*outer, rows, columns)]
-        made = torch.empty(shape, dtype=torch.bfloat16)
-        for place in np.ndindex(*shape[:-2]):
-            picked = [
-                slice(part.start + index, part.start + index + 1)
-                for part, index in zip(outer, place, strict=True)
-            ]
-            made[place] = self._values(picked, rows)[:, columns]
-        return made.transpose(-2, -1).contiguous() if self.is_mxfp4 else made
 
-    def _values(self, picked: list[slice], rows: slice) -> Tensor:
-        """Return some rows of one matrix in float32, with all columns."""
-        every = [slice(0, size) for size in self.codes.shape[len(picked) + 1 :]]
-        codes = self.codes.read((*picked, rows, *every))
-        codes_RC = codes.reshape(rows.stop - rows.start, -1)
-        values_RC = codes_RC.float()
-        if self.codes.dtype in _FOUR_BITS:
-            values_RC = _unpacked(codes_RC)
-        num_row, num_column = self.block
-        row_R = torch.arange(rows.start, rows.stop) // num_row
-        scales_RC = self._scales(picked)[row_R].repeat_interleave(num_column, 1)
-        return values_RC.mul_(scales_RC[:, : self.shape[-1]])
+def _values(codes: StoredTensor, picked: list[slice], rows: slice) -> Tensor:
+    """Return some rows of one matrix in float32, unscaled and with all columns."""
+    every = [slice(0, size) for size in codes.shape[len(picked) + 1 :]]
+    codes_RC = codes.read((*picked, rows, *every)).reshape(rows.stop - rows.start, -1)
+    return _unpacked(codes_RC) if codes.dtype in _FOUR_BITS else codes_RC.float()
 
-    def _scales(self, picked: list[slice]) -> Tensor:
-        """Return the scales of one matrix in float32."""
-        if math.prod(self.scales.shape) == 1:
-            scales = self.scales.whole().reshape(1, 1)
-        else:
-            every = [slice(0, size) for size in self.scales.shape[-2:]]
-            scales = self.scales.read((*picked, *every)).reshape(self.scales.shape[-2:])
-        if scales.dtype == torch.uint8:  # only an exponent (E8M0)
-            return torch.exp2(scales.float() - 127)
-        return scales.float()
+
+def _scales(stored: StoredTensor, picked: list[slice]) -> Tensor:
+    """Return the scales of one matrix in float32."""
+    if math.prod(stored.shape) == 1:
+        scales = stored.whole().reshape(1, 1)
+    else:
+        every = [slice(0, size) for size in stored.shape[-2:]]
+        scales = stored.read((*picked, *every)).reshape(stored.shape[-2:])
+    if scales.dtype == torch.uint8:  # only an exponent (E8M0)
+        return torch.exp2(scales.float() - 127)
+    return scales.float()
 
 
 def _unpacked(codes_RC: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ Errors are raised before torch is imported.
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +30,21 @@ def find_model(
     `progress` is called as bytes arrive. Raise `ConfigError` if there is no such model, or if files
     are missing.
     """
-    patterns = _WITHOUT_WEIGHTS if random_weights else _FILES
-    return _find(name, patterns, partial(_problem, random_weights=random_weights), progress)
+    return _find(name, _WITHOUT_WEIGHTS if random_weights else _FILES, progress)
 
 
 def find_architecture(name: str) -> str:
     """Return the local directory of `model.partial_pretrain`, with at least its config.json."""
-    return _find(name, _ARCHITECTURE, _config_problem, lambda: None)
+    return _find(name, _ARCHITECTURE, lambda: None)
 
 
 def require_model(name: str, *, random_weights: bool) -> None:
     """Raise the errors of `find_model` that can be found without a download."""
-    problem_of = partial(_problem, random_weights=random_weights)
-    path = _local(name) or _cached(name, _FILES, problem_of)
-    if path is None:
+    patterns = _WITHOUT_WEIGHTS if random_weights else _FILES
+    if (path := _local(name) or _cached(name, patterns)) is None:
         _ask_hub(name)
     else:
-        _require(name, problem_of(path))
+        _require(name, path, patterns)
 
 
 def require_adapters(model: ModelConfig) -> None:
@@ -86,13 +83,14 @@ def _local(name: str) -> Path | None:
     return None
 
 
-def _problem(path: Path, *, random_weights: bool) -> str | None:
-    """Describe why training cannot start from a directory; None if it can."""
-    if problem := _config_problem(path):
+def _problem(path: Path, patterns: list[str]) -> str | None:
+    """Describe what a directory lacks of these files; None if it lacks nothing."""
+    problem = _config_problem(path)
+    if problem is not None or patterns == _ARCHITECTURE:
         return problem
     if not any(any(path.glob(pattern)) for pattern in _TOKENIZER):
         return "has no tokenizer.\nFix: copy tokenizer.json, or the files it is made from, to that directory"
-    if random_weights or path == MODEL_DIR:
+    if patterns != _FILES or path == MODEL_DIR:
         return None
     try:
         files = weight_files(path)
@@ -119,39 +117,30 @@ def _config_problem(path: Path) -> str | None:
     return None
 
 
-def _find(
-    name: str,
-    patterns: Sequence[str],
-    problem_of: Callable[[Path], str | None],
-    progress: Callable[[], None],
-) -> str:
-    path = (
-        _local(name) or _cached(name, patterns, problem_of) or _download(name, patterns, progress)
-    )
-    _require(name, problem_of(path))
+def _find(name: str, patterns: list[str], progress: Callable[[], None]) -> str:
+    path = _local(name) or _cached(name, patterns) or _download(name, patterns, progress)
+    _require(name, path, patterns)
     return str(path)
 
 
-def _require(name: str, problem: str | None) -> None:
-    if problem is not None:
+def _require(name: str, path: Path, patterns: list[str]) -> None:
+    if (problem := _problem(path, patterns)) is not None:
         raise ConfigError(f"model.partial_pretrain={name} {problem}")
 
 
-def _cached(
-    name: str, patterns: Sequence[str], problem_of: Callable[[Path], str | None]
-) -> Path | None:
+def _cached(name: str, patterns: list[str]) -> Path | None:
     """Return the directory of an earlier download; None unless it is complete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=True))
+        path = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return path if problem_of(path) is None else None
+    return path if _problem(path, patterns) is None else None
 
 
-def _download(name: str, patterns: Sequence[str], progress: Callable[[], None]) -> Path:
+def _download(name: str, patterns: list[str], progress: Callable[[], None]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
@@ -164,7 +153,7 @@ def _download(name: str, patterns: Sequence[str], progress: Callable[[], None]) 
 
     _ask_hub(name)
     with _asking(name):
-        return Path(snapshot_download(name, allow_patterns=list(patterns), tqdm_class=Telling))
+        return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=Telling))
 
 
 def _ask_hub(name: str) -> None:

@@ -158,20 +158,14 @@ def _is_reference(function: Callable[..., Any]) -> bool:
     return False
 
 
-def use_references(model: nn.Module) -> dict[tuple[str, str], Callable[..., Any]]:
+def use_references(model: nn.Module) -> None:
     """Let every module mix tokens with the references of transformers, whatever is installed.
 
-    This changes transformers' modules, so it holds for the process. Return {(module, name): the
-    function that was replaced}.
+    This changes transformers' modules, so it holds for the process.
     """
-    replaced = {
-        (type(module).__module__, name): function
-        for module in _mixers(model)
-        for name, function in _replaceable(module).items()
-    }
-    for (place, name), function in replaced.items():
-        setattr(sys.modules[place], name, _reference_of(function))
-    return replaced
+    for module in _mixers(model):
+        for name, function in _replaceable(module).items():
+            setattr(sys.modules[type(module).__module__], name, _reference_of(function))
 
 
 def _reference_of(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,17 +179,6 @@ def _reference_of(function: Callable[..., Any]) -> Callable[..., Any]:
         return reference(*args, **{name: kwargs[name] for name in kwargs.keys() & names.keys()})
 
     return call
-
-
-@contextmanager
-def references(model: nn.Module) -> Iterator[None]:
-    """Use references, as `use_references` does, until the end of the block."""
-    replaced = use_references(model)
-    try:
-        yield
-    finally:
-        for (place, name), function in replaced.items():
-            setattr(sys.modules[place], name, function)
 
 
 @contextmanager

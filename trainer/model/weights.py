@@ -241,9 +241,11 @@ def match(
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
     places = places_of(text, whole)
-    own = {placed(name, places): name for name in text.state_dict()}
+    tensors = text.state_dict(keep_vars=True)
+    own = {placed(name, places): name for name in tensors}
+    # a tied head is kept under the name of the embeddings
+    kept: dict[Tensor, str] = {parameter: name for name, parameter in text.named_parameters()}
     state = model.state_dict()
-    kept = _kept_names(text)
     members: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
     others = []
     for name in sorted(stored, key=dot_natural_key):
@@ -267,20 +269,9 @@ def match(
                 target.replace(converter.target_patterns[0], other, 1)
                 for other in converter.target_patterns
             ]
-        owned = tuple(kept.get(own[name], own[name]) for name in targets)
+        owned = tuple(kept.get(tensors[own[name]], own[name]) for name in targets)
         groups.append(TensorGroup(names, owned, tuple(targets), patterns, converter, model))
     return groups, others
-
-
-def _kept_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return {every name of a parameter: the one name that is kept}. A tied head is kept under the
-    name of the embeddings.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        name: names[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
 
 
 def base_name_of(model: PreTrainedModel) -> str:
@@ -306,27 +297,24 @@ def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
     if whole is None:
         return {}
     base_name = base_name_of(text)
+    base = type(text.get_submodule(base_name))
     head = text.get_output_embeddings()
-    base = text.get_submodule(base_name)
     head_name = next(name for name, module in text.named_modules() if module is head)
-    modules = dict(whole.named_modules())
+    own = [(f"{name}.", module) for name, module in whole.named_modules()]
     found = {
-        base_name: [name for name, module in modules.items() if type(module) is type(base)],
-        head_name: [
-            name for name, module in modules.items() if module is whole.get_output_embeddings()
+        f"{base_name}.": [place for place, module in own if type(module) is base],
+        f"{head_name}.": [
+            place for place, module in own if module is whole.get_output_embeddings()
         ],
     }
-    for name, places in found.items():
-        if len(places) != 1:
-            raise ConfigError(
-                f"{type(whole).__name__} does not contain {name} of its {type(text).__name__} once"
-            )
-    beginnings = {f"{name}.": f"{place}." for name, (place,) in found.items()}
-    state = whole.state_dict()
+    beginnings = {name: place for name, places in found.items() for place in places}
+    faults = [name[:-1] for name, places in found.items() if len(places) != 1]
+    shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
     for name, tensor in text.state_dict().items():
-        own = state.get(placed(name, beginnings))
-        if own is None or own.shape != tensor.shape:
-            raise ConfigError(
-                f"{type(whole).__name__} does not contain {name} of its {type(text).__name__} once"
-            )
+        if shapes.get(placed(name, beginnings)) != tensor.shape:
+            faults.append(name)
+    if faults:
+        raise ConfigError(
+            f"{type(whole).__name__} does not contain {faults[0]} of its {type(text).__name__} once"
+        )
     return beginnings

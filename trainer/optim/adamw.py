@@ -13,6 +13,12 @@ from trainer.optim.clip import Optimizer
 from trainer.optim.groups import parameter_groups, trainable
 from trainer.runtime import seeding
 
+CHUNK_NUMEL = 2**24
+"""Number of elements updated at once. Float32 copies of a whole parameter would take the memory
+that bfloat16 saves. With smaller chunks a GPU would wait for the host, because an update consists
+of about 95 small kernels.
+"""
+
 
 class AdamW(torch.optim.AdamW, Optimizer):
     """torch's fused AdamW, or a chunkwise update for moments or parameters in bfloat16, which
@@ -77,10 +83,9 @@ class AdamW(torch.optim.AdamW, Optimizer):
             for which in ("w", "m", "v")
         ]
         tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], whole_gradient)
-        begin = rounding.first_element(parameter)
-        for start, (*targets, gradient) in rounding.chunks(
-            *(local(tensor).detach() for tensor in tensors)
-        ):
+        chunks = [local(tensor).detach().view(-1).split(CHUNK_NUMEL) for tensor in tensors]
+        first = rounding.first_element(parameter)
+        for *targets, gradient in zip(*chunks, strict=True):
             gradient.div_(self.grad_scale)
             weight, mean, square = (target.float() for target in targets)
             mean = mean * beta1 + gradient * (1 - beta1)
@@ -90,4 +95,5 @@ class AdamW(torch.optim.AdamW, Optimizer):
             weight = weight * (1 - lr * group["weight_decay"]) - update
             for target, value, key in zip(targets, (weight, mean, square), keys, strict=True):
                 kept = torch.where(is_skipped, target.float(), value)
-                rounding.store(target, kept, key, begin + start)
+                rounding.store(target, kept, key, first)
+            first += len(gradient)

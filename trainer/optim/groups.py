@@ -31,7 +31,7 @@ def parameter_groups(
 
     The first entry of `optim.groups` that matches a parameter decides. Without a match, matrices
     decay by `optim.weight_decay` and other parameters do not decay. An entry may match either name
-    of a tied weight. Return at least one group, which may be empty.
+    of a tied weight. The first group may be empty.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -45,11 +45,10 @@ def parameter_groups(
         if weight_decay is None:
             weight_decay = config.weight_decay if is_decayed(own[0], parameter) else 0.0
         members.setdefault((entry.lr_scale, weight_decay), []).append(parameter)
-    groups = [
+    return [
         {"params": own, "lr_scale": lr_scale, "weight_decay": weight_decay}
         for (lr_scale, weight_decay), own in members.items()
     ]
-    return [group for group in groups if group["params"]] or groups
 
 
 def require_matches(model: nn.Module, config: OptimConfig) -> None:

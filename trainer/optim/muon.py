@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimConfig
@@ -48,10 +47,7 @@ class Muon(AdamW):
         for parameter in self._matrices:
             momentum = torch.zeros_like(parameter, requires_grad=False, dtype=dtype)
             self.state[parameter] = {"momentum_buffer": momentum}
-        self._of_matrices = [
-            {**group, "lr": 0.0, "momentum": MOMENTUM}
-            for group in parameter_groups(model, self._matrices, config)
-        ]
+        self._of_matrices = parameter_groups(model, self._matrices, config)
         self._of_adamw = self.param_groups
         self.param_groups = [*self._of_matrices, *self._of_adamw]
 
@@ -65,11 +61,11 @@ class Muon(AdamW):
         super().step()
         self.param_groups = everything
         group_of = {p: group for group in self._of_matrices for p in group["params"]}
-        gradients = {p: self._with_momentum(p, group) for p, group in group_of.items()}
+        gradients = {parameter: self._with_momentum(parameter) for parameter in group_of}
         for parameter, update in orthogonal_updates(gradients):
             self._apply(parameter, update, group_of[parameter])
 
-    def _with_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    def _with_momentum(self, parameter: nn.Parameter) -> Tensor:
         """Update the momentum. Return the gradient with Nesterov's look-ahead, in place."""
         assert parameter.grad is not None
         gradient = local(parameter.grad)
@@ -78,8 +74,8 @@ class Muon(AdamW):
         gradient.div_(self.grad_scale)
         # values that are not finite must not enter the momentum, not even times zero
         gradient.copy_(torch.where(self.found_inf > 0, momentum, gradient))
-        momentum.lerp_(gradient, 1 - group["momentum"])
-        gradient.lerp_(momentum, group["momentum"])
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        gradient.lerp_(momentum, MOMENTUM)
         self._store(parameter, state, momentum, "m")
         return parameter.grad
 
@@ -108,25 +104,19 @@ def orthogonal_updates(
     shards to the owner, which does the work and sends the shards of the result back. Ranks work on
     different matrices at the same time, and the result does not depend on their number.
     """
-    by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
-    for parameter, matrix in matrices.items():
-        if isinstance(matrix, DTensor):
-            by_mesh.setdefault(matrix.device_mesh, []).append(parameter)
-        else:
-            yield parameter, _update_of(matrix)
-    for mesh, parameters in by_mesh.items():
-        group = mesh.get_group(mesh.ndim - 1)
-        parameters.sort(key=_cost, reverse=True)
-        # up to one matrix for each rank at a time, the costliest first
-        for start in range(0, len(parameters), group.size()):
-            owned = parameters[start : start + group.size()]
-            shards = [local(matrices[parameter]) for parameter in owned]
-            yield from zip(owned, _updates_by_owners(shards, owned, group), strict=True)
-
-
-def _cost(parameter: nn.Parameter) -> int:
-    """Return what orthogonalizing a matrix costs, up to a factor."""
-    return parameter.numel() * min(parameter.shape[-2:])
+    parameters = sorted(matrices, key=lambda p: p.numel() * min(p.shape[-2:]), reverse=True)
+    meshes = {matrix.device_mesh for matrix in matrices.values() if isinstance(matrix, DTensor)}
+    if not meshes:
+        for parameter in parameters:
+            yield parameter, orthogonal_update(matrices[parameter])
+        return
+    (mesh,) = meshes
+    group = mesh.get_group(mesh.ndim - 1)
+    # up to one matrix for each rank at a time, the costliest first
+    for start in range(0, len(parameters), group.size()):
+        owned = parameters[start : start + group.size()]
+        shards = [local(matrices[parameter]) for parameter in owned]
+        yield from zip(owned, _updates_by_owners(shards, owned, group), strict=True)
 
 
 def _updates_by_owners(
@@ -137,28 +127,21 @@ def _updates_by_owners(
     num_ranks = group.size()
     num_sent = [shard.numel() for shard in shards] + [0] * (num_ranks - len(shards))
     sent = torch.cat([shard.reshape(-1) for shard in shards])
-    owned = parameters[rank] if rank < len(parameters) else None
-    num_received = [0] * num_ranks
-    if owned is not None:
-        starts = rounding.shard_starts(owned.shape, num_ranks)
-        num_received = [end - start for start, end in pairwise(starts)]
-    whole = sent.new_empty(sum(num_received))
-    dist.all_to_all_single(whole, sent, num_received, num_sent, group=group)
-    if owned is not None:
-        whole = _update_of(whole.view(owned.shape)).view(-1)
+    shape = parameters[rank].shape if rank < len(parameters) else torch.Size([0])
+    num_received = [end - start for start, end in pairwise(rounding.shard_starts(shape, num_ranks))]
+    whole = sent.new_empty(shape)
+    dist.all_to_all_single(whole.view(-1), sent, num_received, num_sent, group=group)
+    if whole.numel():
+        whole = orthogonal_update(whole)
     back = torch.empty_like(sent)
-    dist.all_to_all_single(back, whole, num_sent, num_received, group=group)
+    dist.all_to_all_single(back, whole.view(-1), num_sent, num_received, group=group)
     parts = back.split(num_sent[: len(shards)])
     return [part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)]
 
 
-def _update_of(matrix_EAB: Tensor) -> Tensor:
-    """Return the update for a whole matrix."""
-    return orthogonalized(matrix_EAB).mul_(UPDATE_RMS * max(matrix_EAB.shape[-2:]) ** 0.5)
-
-
-def orthogonalized(matrix_EAB: Tensor) -> Tensor:
-    """Approximate U V^T of U S V^T by Newton-Schulz iterations.
+def orthogonal_update(matrix_EAB: Tensor) -> Tensor:
+    """Return the update for a whole matrix: U V^T of U S V^T, approximated by Newton-Schulz
+    iterations, and scaled.
 
     This runs in float32, because the iterations enlarge small singular values and their rounding
     errors up to 500 times. In bfloat16 the result would depend on the number of ranks.
@@ -170,7 +153,8 @@ def orthogonalized(matrix_EAB: Tensor) -> Tensor:
     for _ in range(NUM_ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if is_tall else x).contiguous()
+    update_EAB = (x.mT if is_tall else x).contiguous()
+    return update_EAB.mul_(UPDATE_RMS * max(matrix_EAB.shape[-2:]) ** 0.5)
 
 
 def _ends(model: nn.Module) -> set[nn.Parameter]:

@@ -7,17 +7,10 @@ global index of the element), so it is the same on any number of ranks and after
 needs no generator.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-CHUNK_NUMEL = 2**24
-"""Number of elements updated at once. Float32 copies of a whole parameter would take the memory
-that bfloat16 saves. With smaller chunks a GPU would wait for the host, because an update consists
-of about 95 small kernels.
-"""
 _NOISE_BITS = 16
 """Number of bits that a float32 has and a bfloat16 lacks."""
 _MULTIPLIERS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B)
@@ -64,20 +57,11 @@ def first_element(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 0
     mesh = tensor.device_mesh
-    last = tensor.device_mesh.ndim - 1
+    last = mesh.ndim - 1
     assert tensor.placements[last] == Shard(0) and all(
         map(Placement.is_replicate, tensor.placements[:last])
     )
     return shard_starts(tensor.shape, mesh.size(last))[mesh.get_local_rank(last)]
-
-
-def chunks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Yield flat views of chunks of tensors with the same shape, and the index at which each chunk
-    begins.
-    """
-    flat = [tensor.view(-1) for tensor in tensors]
-    for start in range(0, len(flat[0]), CHUNK_NUMEL):
-        yield start, tuple(tensor[start : start + CHUNK_NUMEL] for tensor in flat)
 
 
 def _hash(numel: int, key: int, first: int, device: torch.device) -> Tensor:

@@ -104,10 +104,8 @@ def measure(job: Job, num_layers: int) -> Measured:
                 AttentionInterface.register(attention.PACKED, attend)
                 fuse_norms(model)
             batch = full_batch(job.workload.seqlens).share(0, world.sequence_size)
-            with (
-                FakeTensorMode(allow_non_fake_inputs=True),
-                state_mixers.references(model),
-            ):
+            state_mixers.use_references(model)  # kernels cannot run on fake tensors
+            with FakeTensorMode(allow_non_fake_inputs=True):
                 load.materialize(model, world.device, buffer_device=world.device)
                 routers = Routers(model, world.device)
                 optimizer = OPTIMIZERS[job.config.optim.name](model, job.config.optim)
