@@ -1,42 +1,63 @@
 """The digest of weights by samples: what it tells apart, and that it reads little."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trainer.model import sampled_weights
 from trainer.model.sampled_weights import digest_of_weights
+from trainer.model.weight_files import weight_files
 
-SMALL = 1 << 14
-LARGE = 1 << 20
-NAME = "model.safetensors"
-
-
-def digest_of(directory: Path, name: str, content: bytes) -> str:
-    directory.mkdir()
-    (directory / name).write_bytes(content)
-    return digest_of_weights([directory / name])
+SHAPES = {"embed": (512, 64), "norm": (64,), "layers.0.up": (128, 64), "layers.1.up": (128, 64)}
 
 
-@pytest.mark.parametrize(
-    ("size", "name", "at", "num_changed", "is_equal"),
-    [
-        (SMALL, NAME, 0, 0, True),
-        (SMALL, "other.safetensors", 0, 0, False),
-        (SMALL, NAME, SMALL, 1, False),
-        (SMALL, NAME, 5000, 1, False),
-        (LARGE, NAME, 0, 1, False),
-        (LARGE, NAME, LARGE - 1, 1, False),
-        (LARGE, NAME, LARGE // 2, 1 << 13, False),
-        (LARGE, NAME, 5000, 1, True),
-    ],
-)
-def test_files_differ_by_name_size_and_samples(
-    tmp_path, monkeypatch, size, name, at, num_changed, is_equal
-):
-    """Of the large file, 4 KiB of every 8 are read."""
-    monkeypatch.setattr(sampled_weights, "LEAST_BLOCKS", 128)
-    plain = bytes(size)
-    changed = plain[:at] + b"x" * num_changed + plain[at + num_changed :]
-    digests = digest_of(tmp_path / "a", NAME, plain), digest_of(tmp_path / "b", name, changed)
-    assert (digests[0] == digests[1]) == is_equal
+def digest_of(directory: Path) -> str:
+    return digest_of_weights(weight_files(directory))
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_equal_copies_have_one_digest_whatever_their_times(tmp_path):
+    copies = [write(tmp_path / name, tensors()) for name in ("a", "b")]
+    os.utime(copies[1] / "model.safetensors", (1, 1))
+    assert len({digest_of(copy) for copy in copies}) == 1
+
+
+def changed(name: str, change: str) -> dict[str, torch.Tensor]:
+    found = tensors()
+    if change == "shape":
+        found[name] = found[name].reshape(-1, 2)
+    elif change == "dtype":
+        found[name] = found[name].to(torch.int32)
+    elif change == "name":
+        found["other"] = found.pop(name)
+    else:
+        found[name].view(-1)[{"first": 0, "last": -1}[change]] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("change", ["shape", "dtype", "name", "first", "last"])
+def test_every_tensor_counts_with_its_name_form_and_both_ends(tmp_path, name, change):
+    copies = [write(tmp_path / "a", tensors()), write(tmp_path / "b", changed(name, change))]
+    assert len({digest_of(copy) for copy in copies}) == 2
+
+
+def test_a_large_tensor_is_sampled_at_equal_distances(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampled_weights, "SAMPLED_EVERY_BYTES", 1 << 18)
+    large = torch.zeros(1 << 20)
+    before = digest_of(write(tmp_path / "a", {"large": large}))
+    large[len(large) // 2 : len(large) // 2 + (1 << 16)] = 1.0
+    assert digest_of(write(tmp_path / "b", {"large": large})) != before

@@ -1,26 +1,27 @@
-"""A digest of a model's weights from samples of its files: it takes seconds for any model size.
+"""A digest of a model's weights from samples of every tensor: it takes seconds for any model size.
 
-For each file it covers the name, the size, the last bytes and blocks at equal distances. A
-different checkpoint of the same architecture changes the digest, even if only one of its files is
-used. A change of a few values elsewhere does not change it. A sha256 of whole files would, but it
-would read 140 GB on each machine.
+For each file it covers the name, the size and the whole header: name, dtype, shape and place of
+each tensor. Of the values it covers the first and the last bytes of every tensor and blocks in
+between, at most `SAMPLED_EVERY_BYTES` apart. A different checkpoint of the same architecture
+changes the digest, even if only one of its files is used. A change of a few values elsewhere does
+not change it. A sha256 of whole files would, but it would read 140 GB on each machine.
 """
 
 import hashlib
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from trainer.config import ConfigError
 
 BLOCK_BYTES = 1 << 12
-LEAST_BLOCKS = 1 << 10
-"""A file of fewer blocks is read as a whole."""
-MAX_DISTANCE_BYTES = 1 << 22
+SAMPLED_EVERY_BYTES = 1 << 24
 NUM_THREADS = 8
 """The threads wait for disk or network, not for a CPU."""
+MAX_HEADER_BYTES = 100_000_000
+"""safetensors itself has this limit."""
 
 
 def digest_of_weights(files: Sequence[Path], *, progress: Callable[[], None] = lambda: None) -> str:
@@ -31,14 +32,48 @@ def digest_of_weights(files: Sequence[Path], *, progress: Callable[[], None] = l
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for path in files:
             try:
-                with path.open("rb") as file:
-                    size = os.fstat(file.fileno()).st_size
-                    distance = max(BLOCK_BYTES, min(size // LEAST_BLOCKS, MAX_DISTANCE_BYTES))
-                    starts = [*range(0, size, distance), max(0, size - BLOCK_BYTES)]
-                    digest.update(f"{path.name} {size}\n".encode())
-                    for block in pool.map(partial(os.pread, file.fileno(), BLOCK_BYTES), starts):
-                        digest.update(block)
-            except OSError as error:
+                _add_file(digest, path, pool)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 raise ConfigError(f"weights cannot be read from '{path}': {error}") from error
             progress()
     return digest.hexdigest()
+
+
+def _add_file(digest: "hashlib._Hash", path: Path, pool: ThreadPoolExecutor) -> None:
+    with path.open("rb") as file:
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        header, spans = _header(descriptor, size)
+        digest.update(header)
+        blocks = [block for begin, end in spans for block in _blocks(begin, end)]
+        for piece in pool.map(lambda block: os.pread(descriptor, *block), blocks):
+            digest.update(piece)
+
+
+def _header(descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
+    """Return a safetensors file's header, and where each tensor begins and ends in the file.
+
+    A broken header may raise any of several errors.
+    """
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    header = os.pread(descriptor, min(length, size, MAX_HEADER_BYTES), 8)
+    offsets = [
+        entry["data_offsets"]
+        for name, entry in json.loads(header).items()
+        if name != "__metadata__"
+    ]
+    return header, [(8 + length + int(begin), 8 + length + int(end)) for begin, end in offsets]
+
+
+def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield (size, beginning) of blocks spread evenly over a span, including its first and last
+    bytes; at least three if it is long enough.
+    """
+    if end - begin <= 3 * BLOCK_BYTES:
+        yield end - begin, begin
+        return
+    last = end - BLOCK_BYTES
+    num_steps = max(2, -(-(last - begin) // SAMPLED_EVERY_BYTES))
+    for index in range(num_steps + 1):
+        yield BLOCK_BYTES, begin + (last - begin) * index // num_steps
