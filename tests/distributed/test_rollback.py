@@ -161,7 +161,9 @@ def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
 
 def require_set_aside(run_dir: Path) -> None:
     """The checkpoint after the harmful batch is not lost."""
-    assert [path.name for path in run_dir.glob(".discarded*")] == [f".discarded_global_step_{BEGUN}.0"]
+    assert [path.name for path in run_dir.glob(".discarded*")] == [
+        f".discarded_global_step_{BEGUN}.0"
+    ]
 
 
 @pytest.mark.covers("S2.36:C S2.41:C")
