@@ -65,12 +65,18 @@ class Adapter:
 def digest_together(directory: Path) -> str:
     """Return one SHA-256 for the weights in `directory`. Collective.
 
-    The ranks on a machine divide the files of its copy among themselves. Raises `ConfigError` if
-    this rank cannot read a file, or if two machines hold different weights.
+    The ranks on a machine divide the files of its copy among themselves. Raises `ConfigError` on
+    all ranks if one of them cannot read a file, or if two machines hold different weights.
     """
+    own: dict[str, str] | ConfigError
+    try:
+        own = _hashes(directory, share=(local_rank(), ranks_on_machine()))
+    except ConfigError as error:
+        own = error
     hashes: dict[str, str] = {}
-    share = (local_rank(), ranks_on_machine())
-    for part in distributed.gather(_hashes(directory, share=share)):
+    for part in distributed.gather(own):
+        if isinstance(part, ConfigError):
+            raise part
         for name, sha256 in part.items():
             if hashes.setdefault(name, sha256) != sha256:
                 raise ConfigError(

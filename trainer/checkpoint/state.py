@@ -172,22 +172,26 @@ def require_resumable(extra: Mapping[str, Any], state: State) -> None:
     `extra`: the result of `rank_state` on this rank. Collective.
     """
     common = {}
+    unfit = []
     for name in sorted(extra.keys() & state.keys()):
         if is_sharded(state[name]):
             is_fit = all(isinstance(value, Tensor) for value in extra[name].values())
         else:
             is_fit = not any(isinstance(leaf, DTensor) for leaf in tree_leaves(extra[name]))
         if not is_fit:
+            unfit.append(name)
+        elif _state_of(state[name]) == ALL:
+            common[name] = _digest(extra[name])
+    reports = distributed.gather((common, unfit))
+    expected, _ = reports[0]
+    for rank, (digests, found_unfit) in enumerate(reports):
+        if found_unfit:
             raise ConfigError(
-                f"the state of the part '{name}' cannot be saved: if a part holds sharded "
+                f"the state of the part '{found_unfit[0]}' cannot be saved: if a part holds sharded "
                 f"tensors (DTensor), its state must map names to tensors and contain nothing else.\n"
                 f"Fix: set is_sharded = True on the class, and keep other values in a second part"
             )
-        if _state_of(state[name]) == ALL:
-            common[name] = _digest(extra[name])
-    reports = distributed.gather(common)
-    for rank, digests in enumerate(reports):
-        if different := sorted({name for name, _ in reports[0].items() ^ digests.items()}):
+        if different := sorted({name for name, _ in expected.items() ^ digests.items()}):
             raise ConfigError(
                 f"the state of the part '{different[0]}' cannot be saved: it differs between rank 0 "
                 f"and rank {rank}, but a resume on a different number of ranks would load the state "
