@@ -205,3 +205,6 @@ def test_nothing_to_compare_with_is_said(trained, tmp_path):
     )
     with pytest.raises(ConfigError, match="changed after step 4"):
         prove_serving(checkpoint, engine="transformers", python="")
+    log.unlink()
+    with pytest.raises(ConfigError, match="no validation at step 4"):
+        prove_serving(checkpoint, engine="transformers", python="")

@@ -120,6 +120,13 @@ def test_transformers_state_comes_from_the_newest_checkpoint_while_the_run_train
     assert [one.step for one in log.checkpoints] == [9, 10]
 
 
+def test_rows_of_transformers_with_nested_objects_are_read(tmp_path):
+    history = [{"step": 1, "loss": 0.5, "rewards": {"chosen": 0.25}}, {"step": 2, "loss": 0.25}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    found = values(read_run(tmp_path))
+    assert found == {"train/loss": {1: 0.5, 2: 0.25}, "rewards/chosen": {1: 0.25}}
+
+
 def test_numbers_in_strings_and_nested_objects_count_and_other_values_do_not(tmp_path):
     texts = {"0.5": 0.5, " -1e-3 ": -1e-3, "46.67%": 46.67, "2800/6000": 2800, "1h 2m 3s": 3723}
     texts |= {"3s": 3, "1d 0h 0m 1s": 86401}

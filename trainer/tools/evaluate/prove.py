@@ -116,7 +116,8 @@ def read_trained(checkpoint: Path) -> Trained:
         raise ConfigError(f"cannot prove '{checkpoint}': {info.reason}")
     config = parse_recorded(read_config(run_dir))
     log = run_dir / metrics_file.FILE_NAME
-    rows = [row for row in read_metrics(log) if row["step"] == info.step and "val/loss" in row]
+    logged = read_metrics(log) if log.exists() else ()
+    rows = [row for row in logged if row["step"] == info.step and "val/loss" in row]
     data = prepare_data_alone(config)
     samples = data.validation
     if not rows or samples is None:

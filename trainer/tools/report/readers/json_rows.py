@@ -43,13 +43,16 @@ def read_json_lines(path: Path, store: Store) -> None:
 
 def read_log_history(path: Path, store: Store) -> None:
     """Read transformers' `trainer_state.json`. Rows are read even if the file was cut off."""
-    text = read_regular(path).decode(errors="replace")
-    _, _, history = text.partition('"log_history"')
-    for row in map(parsed, re.findall(r"\{[^{}]*\}", history)):
-        if isinstance(row, dict) and "step" in row and SUMMARY_KEYS.isdisjoint(row):
-            store.add(row["step"], row)
     state = read_object(path)
     store.num_unparsed += not state
+    rows = state.get("log_history")
+    if not isinstance(rows, list):
+        text = read_regular(path).decode(errors="replace")
+        _, _, history = text.partition('"log_history"')
+        rows = map(parsed, re.findall(r"\{[^{}]*\}", history))
+    for row in rows:
+        if isinstance(row, dict) and "step" in row and SUMMARY_KEYS.isdisjoint(row):
+            store.add(row["step"], row)
     config = {key: value for key, value in state.items() if not isinstance(value, dict | list)}
     store.facts |= {
         "source": "transformers",

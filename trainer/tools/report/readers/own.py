@@ -31,8 +31,8 @@ def add_run_directory(run_dir: Path, store: Store) -> None:
     ]
     store.facts |= {
         "source": "fsdp-sft",
-        "config": flat(run.get("config", {})),
-        "environment": flat(run.get("environment", {})),
+        "config": flat(run.get("config") or {}),
+        "environment": flat(run.get("environment") or {}),
         "sample": run.get("sample", ""),
         "total_steps": run.get("total_steps") or None,
         "proofs": tuple(sorted(served, key=lambda proof: proof.step)),
