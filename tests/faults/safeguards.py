@@ -288,9 +288,9 @@ SAFEGUARDS = (
     ),
     Mutation(
         "a machine uploads to a mirror that another one took over",
-        "tools/mirror/contents.py",
-        "    if is_held and taken_by not in (None, holder):\n",
-        "    if False:\n",
+        UPLOAD,
+        "        if self._has_begun and process not in (None, self._process):\n",
+        "        if False:\n",
         "unit/test_mirror.py",
     ),
     Mutation(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from toy_runs import TRACE
+
 from trainer.checkpoint import choice, fsio, layout
 from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.lock import LOCK
@@ -133,7 +135,7 @@ class Survey:
             else:
                 steps.append(info.step)
         chosen = choice.select(run_dir).chosen
-        known = (layout.POINTER, LOCK)
+        known = (TRACE, layout.POINTER, LOCK)
         names = [name for name in fsio.list_dir(run_dir) if layout.parse_step(name) is None]
         leftovers = tuple(name for name in names if name not in known)
         return cls(chosen.step if chosen else None, tuple(steps), tuple(broken), leftovers)

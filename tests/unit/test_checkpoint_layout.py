@@ -179,6 +179,23 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path, caplog):
     assert has_ended_in_order(tmp_path, last)
 
 
+def test_a_displaced_run_cannot_commit_a_save_that_the_next_run_is_deleting(tmp_path, monkeypatch):
+    """It published a checkpoint that lacked files."""
+    staging = stage(tmp_path, 20)
+    results = []
+
+    def commit_late(operation: fsio.Operation) -> None:
+        if operation.kind == "unlink":
+            monkeypatch.setattr(fsio, "observer", None)
+            with pytest.raises(FileNotFoundError):
+                layout.commit(staging, 20, nonce="other")
+            results.append(layout.checkpoints(tmp_path))
+
+    monkeypatch.setattr(fsio, "observer", commit_late)
+    layout.clean_leftovers(tmp_path)
+    assert results == [[]]
+
+
 @pytest.mark.covers("S3.24")
 def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(tmp_path):
     save(tmp_path, 5, 6, 9, 10, 20, 30)

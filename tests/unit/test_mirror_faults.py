@@ -51,7 +51,7 @@ def test_faults_that_come_together_lose_no_checkpoint_and_let_no_wrong_one_be_ta
         Trial(seed, tmp_path / f"{seed}").run()
 
 
-@pytest.mark.parametrize("at", range(10, 11 + len(content_of(2))))
+@pytest.mark.parametrize("at", range(12, 13 + len(content_of(2))))
 def test_a_file_that_was_cut_is_sent_again_before_the_manifest(at, run_dir):
     storage = FaultyStorage(at, "cut")
     save(run_dir, 2)
@@ -209,7 +209,7 @@ def test_a_pointer_that_is_not_seen_is_no_success(kind, run_dir, tmp_path):
     own = uploader(run_dir, storage)
     own.sync()
     (run_dir / layout.POINTER).write_text("2")
-    storage.faults = {storage.count + 10: kind}
+    storage.faults = {storage.count + 7: kind}
     storage.late_by = 9
     with pytest.raises(StorageError):
         own.sync()

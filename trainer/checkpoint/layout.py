@@ -273,9 +273,18 @@ def leftovers(run_dir: Path) -> list[str]:
 
 
 def clean_leftovers(run_dir: Path) -> None:
-    """Remove the leftovers of a crash. Call it only while holding the run's lock."""
+    """Remove the leftovers of a crash. Call it only while holding the run's lock.
+
+    An unfinished save is renamed first. A run that lost the lock without noticing could otherwise
+    commit it while its files are being deleted.
+    """
     for name in leftovers(run_dir):
+        path = run_dir / name
         try:
-            fsio.remove_tree(run_dir / name)
+            if name.startswith(STAGING_PREFIX):
+                trash = run_dir / f"{TRASH_PREFIX}{name.removeprefix(STAGING_PREFIX)}"
+                fsio.rename(path, trash)
+                path = trash
+            fsio.remove_tree(path)
         except OSError as error:
-            logger.warning("cannot remove the leftover %s: %s", run_dir / name, error)
+            logger.warning("cannot remove the leftover %s: %s", path, error)

@@ -2,7 +2,8 @@
 
 A mirror has the layout of a run directory, so a copy of it is a run directory:
 
-    run.json                            project, experiment and id of the run, and who uploads it
+    run.json                            project, experiment and id of the run
+    uploader.json                       the process that uploads it
     latest_checkpointed_iteration.txt   the step of the run; a later checkpoint was rolled back
     global_step_N/…                     the files of the checkpoint
     global_step_N/run.tar.gz            logs and identity of the run at the time of the upload
@@ -16,7 +17,6 @@ from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.layout import POINTER
@@ -30,6 +30,7 @@ from trainer.tracking import run_info
 
 RUN_FILES = "run.tar.gz"
 NEWER_FILES = "run.newer.tar.gz"
+UPLOADER = "uploader.json"
 
 
 @dataclass(frozen=True)
@@ -82,24 +83,15 @@ def look(storage: Storage) -> MirrorState:
     return MirrorState(pointed_step, whole, incomplete, steps)
 
 
-def claim(
-    trainer: TrainerConfig,
-    storage: Storage,
-    *,
-    holder: str | None = None,
-    is_held: bool = False,
-) -> dict[str, Any]:
-    """Write names and a random id of the run into a new mirror, and return its `run.json`.
+def claim(trainer: TrainerConfig, storage: Storage) -> str:
+    """Write names and a random id of the run into a new mirror, and return the id.
 
     The id tells runs with equal names apart. A run directory learns it once it has a checkpoint:
     until then, the run can still continue from the mirror's. A directory with another id is refused
     unless it has a checkpoint of the mirror.
 
-    holder: place and start of the process that uploads from now on. is_held: it already did; a
-    different holder in the mirror has taken it over since then, and is not displaced.
-
-    Raises `ConfigError` if the mirror belongs to a different run or holder, or is the run
-    directory, and `StorageError`.
+    Raises `ConfigError` if the mirror belongs to a different run or is the run directory, and
+    `StorageError`.
     """
     run_dir = Path(trainer.default_local_dir)
     if storage.is_at(run_dir):
@@ -114,8 +106,9 @@ def claim(
     text = storage.read(run_info.FILE_NAME) or b""
     if not text.endswith(b"\n"):  # missing or cut short
         text = _read(storage, run_info.FILE_NAME, storage.sizes()) or b""
-    content = parsed(text)
-    found: dict[str, Any] = content if isinstance(content, dict) else {}
+    found = parsed(text)
+    if not isinstance(found, dict):
+        found = {}
     own = {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}
     claimed = {name: found.get(name) for name in own}
     is_named = None not in claimed.values()
@@ -125,12 +118,6 @@ def claim(
             f"'{claimed['project_name']}', not '{trainer.experiment_name}' of "
             f"'{trainer.project_name}'.\n"
             f"Fix: {elsewhere}"
-        )
-    taken_by = found.get("holder")
-    if is_held and taken_by not in (None, holder):
-        raise ConfigError(
-            f"another process of the same run uploads to '{storage.url}': {taken_by}.\n"
-            f"Fix: stop one of the two, or {elsewhere}"
         )
     own_id = read_object(run_dir / STATE).get("id")
     run_id = found.get("id") or own_id or uuid.uuid4().hex
@@ -150,17 +137,25 @@ def claim(
                 f"'{storage.url}' holds checkpoints, but none that '{run_dir}' holds, and {problem}.\n"
                 f"Fix: {elsewhere}; or {way_out}"
             )
-    wanted = {**found, **own, "id": run_id}
-    if holder is not None:
-        wanted["holder"] = holder
-    if wanted != found:
-        text = (json.dumps(wanted) + "\n").encode()
+    if found.get("id") != run_id or not is_named:
+        text = (json.dumps({**found, **own, "id": run_id}) + "\n").encode()
         storage.write(run_info.FILE_NAME, text)
         if (storage.read(run_info.FILE_NAME) or text) != text:  # it may not be shown yet
             raise StorageError(f"{storage.url}/{run_info.FILE_NAME} differs from what was written")
     if nonces and own_id != run_id:
         note(run_dir, storage, id=run_id)
-    return wanted
+    return run_id
+
+
+def uploader_of(storage: Storage) -> str | None:
+    """Return the process that last began to upload to the mirror; None if that is unknown."""
+    found = parsed(storage.read(UPLOADER) or b"")
+    return found.get("process") if isinstance(found, dict) else None
+
+
+def take_over(storage: Storage, process: str) -> None:
+    """Record that `process` uploads to the mirror from now on."""
+    storage.write(UPLOADER, (json.dumps({"process": process}) + "\n").encode())
 
 
 def note(run_dir: Path, storage: Storage, **changes: object) -> None:

@@ -4,11 +4,9 @@ import logging
 import tarfile
 import time
 import zlib
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
@@ -19,7 +17,15 @@ from trainer.checkpoint.storage import KEY, Storage, StorageError
 from trainer.config import ConfigError, TrainerConfig
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.runtime.text import readable
-from trainer.tools.mirror.contents import NEWER_FILES, RUN_FILES, MirrorState, claim, look, note
+from trainer.tools.mirror.contents import (
+    NEWER_FILES,
+    RUN_FILES,
+    MirrorState,
+    claim,
+    look,
+    note,
+    uploader_of,
+)
 from trainer.tools.mirror.upload import NUM_STREAMS, TRAVELS
 
 MIN_UNPACKED_BYTES = 2**26
@@ -45,14 +51,14 @@ def prepare(trainer: TrainerConfig, storage: Storage) -> None:
     """
     own_step = _own_step(trainer)
     try:
-        claimed = claim(trainer, storage)
+        run_id = claim(trainer, storage)
         held = look(storage)
     except StorageError as error:
         return unreachable(trainer, error)
     if own_step is None and (held.whole or held.incomplete):
         restored = _restore(trainer, storage, held)
-        note(Path(trainer.default_local_dir), storage, id=claimed["id"])
-        _show_origin(storage, claimed, restored)
+        note(Path(trainer.default_local_dir), storage, id=run_id)
+        _show_origin(storage, run_id, restored)
     elif own_step is None:
         choice.select(Path(trainer.default_local_dir))  # raises if its checkpoints are damaged
     elif held.candidates and held.candidates[0].step > own_step:
@@ -63,12 +69,15 @@ def prepare(trainer: TrainerConfig, storage: Storage) -> None:
         )
 
 
-def _show_origin(storage: Storage, claimed: Mapping[str, Any], restored: Manifest) -> None:
+def _show_origin(storage: Storage, run_id: str, restored: Manifest) -> None:
     """Warn whose checkpoint the run continues from: another run may have the same names."""
+    process = None
+    with suppress(StorageError):
+        process = uploader_of(storage)
     logger.warning(
         "this run continues the run %s in %s from step %d, saved at %s (uploaded by %s). If it is "
         "a different run, stop it and choose a new trainer.experiment_name",
-        *(claimed["id"], storage.url, restored.step, restored.created_utc, claimed.get("holder")),
+        *(run_id, storage.url, restored.step, restored.created_utc, process),
     )
 
 

@@ -20,13 +20,22 @@ from trainer.checkpoint.layout import POINTER, CheckpointInfo
 from trainer.checkpoint.manifest import MANIFEST, Manifest
 from trainer.checkpoint.reading import pinned
 from trainer.checkpoint.storage import Storage, StorageError
-from trainer.config import TrainerConfig
+from trainer.config import ConfigError, TrainerConfig
 from trainer.runtime import evaluations
 from trainer.runtime.files import regular_opener, try_lock
 from trainer.runtime.json_lines import read_object
 from trainer.runtime.progress import History
 from trainer.tools.mirror import STATE
-from trainer.tools.mirror.contents import NEWER_FILES, RUN_FILES, MirrorState, claim, look, note
+from trainer.tools.mirror.contents import (
+    NEWER_FILES,
+    RUN_FILES,
+    MirrorState,
+    claim,
+    look,
+    note,
+    take_over,
+    uploader_of,
+)
 from trainer.tracking import events_file, metrics_file, row_losses, run_info
 from trainer.tracking.events_file import Event
 
@@ -70,8 +79,8 @@ class Uploader:
         self._run_dir = Path(trainer.default_local_dir)
         self._seen: object = None
         place = f"{socket.gethostname()}:{self._run_dir.absolute()}"
-        self._holder = f"{place}, since {datetime.now(UTC).isoformat()}"
-        self._is_holder = False
+        self._process = f"{place}, since {datetime.now(UTC).isoformat()}"
+        self._has_begun = False
         self._begun: Manifest | None = None
         self._sent: set[str] = set()
 
@@ -92,13 +101,27 @@ class Uploader:
             return  # rank 0 may not even have made the directory yet
         try:
             with _alone(self._run_dir):
-                claim(self._trainer, self._storage, holder=self._holder, is_held=self._is_holder)
-                self._is_holder = True
+                claim(self._trainer, self._storage)
+                self._require_uploader()
                 self._bring_up()
         except Exception as error:
             note(self._run_dir, self._storage, failed=str(error))
             raise
         self._seen = state
+
+    def _require_uploader(self) -> None:
+        """Take the mirror over when this process begins to upload. Raises `ConfigError` if another
+        process has taken it over since then.
+        """
+        process = uploader_of(self._storage)
+        if self._has_begun and process not in (None, self._process):
+            raise ConfigError(
+                f"another process of the same run uploads to '{self._storage.url}': {process}.\n"
+                f"Fix: stop one of the two, or give each run its own mirror"
+            )
+        if process != self._process:
+            take_over(self._storage, self._process)
+        self._has_begun = True
 
     def _local_state(self) -> object:
         """Return all values that decide which checkpoints belong in the mirror."""
