@@ -209,7 +209,7 @@ def test_a_pointer_that_is_not_seen_is_no_success(kind, run_dir, tmp_path):
     own = uploader(run_dir, storage)
     own.sync()
     (run_dir / layout.POINTER).write_text("2")
-    storage.faults = {storage.count + 7: kind}
+    storage.faults = {storage.count + 11: kind}
     storage.late_by = 9
     with pytest.raises(StorageError):
         own.sync()
