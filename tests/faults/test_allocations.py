@@ -32,8 +32,7 @@ def train_without_memory_to_delete(world: World, run_dir: Path, scene: Scene) ->
     listed = fsio.list_dir
 
     def list_dir(path: Path) -> list[str]:
-        is_of_start = path.name.endswith(".0123")  # the half-written save of `Scene`
-        if path.name.startswith(".trash_global_step_6") and not is_of_start:
+        if path.name.startswith(".trash_global_step_6"):
             raise MemoryError
         return listed(path)
 

@@ -279,12 +279,22 @@ def clean_leftovers(run_dir: Path) -> None:
     commit it while its files are being deleted.
     """
     for name in leftovers(run_dir):
-        path = run_dir / name
+        if name.startswith(STAGING_PREFIX):
+            delete(run_dir / name)
+            continue
         try:
-            if name.startswith(STAGING_PREFIX):
-                trash = run_dir / f"{TRASH_PREFIX}{name.removeprefix(STAGING_PREFIX)}"
-                fsio.rename(path, trash)
-                path = trash
-            fsio.remove_tree(path)
+            fsio.remove_tree(run_dir / name)
         except OSError as error:
-            logger.warning("cannot remove the leftover %s: %s", path, error)
+            logger.warning("cannot remove the leftover %s: %s", run_dir / name, error)
+
+
+def delete(path: Path) -> bool:
+    """Rename a directory to the trash, then remove it. Logs a failure and returns False."""
+    trash = path.with_name(f"{TRASH_PREFIX}{path.name}.{secrets.token_hex(4)}")
+    try:
+        fsio.rename(path, trash)
+        fsio.remove_tree(trash)
+    except OSError as error:
+        logger.warning("cannot delete %s: %s", path, error)
+        return False
+    return True

@@ -4,12 +4,11 @@ For rank 0 only; imports no torch.
 """
 
 import logging
-import secrets
 from collections.abc import Set
 from pathlib import Path
 
 from trainer.checkpoint import fsio, layout
-from trainer.checkpoint.layout import TRASH_PREFIX, CheckpointInfo
+from trainer.checkpoint.layout import CheckpointInfo
 from trainer.checkpoint.rollback import STEPS_BEFORE_ONSET
 from trainer.errors import CannotWriteError
 from trainer.runtime.evaluations import read_summaries, sign_of
@@ -63,19 +62,7 @@ def rotate(run_dir: Path, *, keep: int | None, protect: Set[int] = frozenset()) 
     run resumed from, until a newer checkpoint is published.
     """
     for path in checkpoints_to_delete(run_dir, keep=keep, protect=protect):
-        delete(path)
-
-
-def delete(path: Path) -> bool:
-    """Rename a directory to the trash, then remove it. Logs a failure and returns False."""
-    trash = path.with_name(f"{TRASH_PREFIX}{path.name}.{secrets.token_hex(4)}")
-    try:
-        fsio.rename(path, trash)
-        fsio.remove_tree(trash)
-    except OSError as error:
-        logger.warning("cannot delete %s: %s", path, error)
-        return False
-    return True
+        layout.delete(path)
 
 
 def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int]) -> list[Path]:

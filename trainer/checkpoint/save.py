@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from pathlib import Path
@@ -66,7 +66,7 @@ class Agreement:
     world: World
     timeout_s: float
     """The longest time that a save may take."""
-    _group: dist.ProcessGroup | None = None
+    _group: dist.ProcessGroup | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.renew()
@@ -160,8 +160,8 @@ class Saver:
     lock: RunLock | None
     card: Callable[[Mapping[str, object]], bytes] | None = None
     timeout_s: float = layout.SAVE_TIMEOUT_S
-    _deadline: float = math.inf
-    _staging: Path | None = None
+    _deadline: float = field(default=math.inf, init=False)
+    _staging: Path | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._agreement = Agreement(self.world, self.timeout_s)

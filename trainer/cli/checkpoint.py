@@ -222,7 +222,7 @@ def _prune(arguments: argparse.Namespace) -> int:
         for info in committed:
             if info is committed[-1] or info.step in protect:
                 _require_whole(info.path)
-        if left := [path.name for path in to_delete if not retention.delete(path)]:
+        if left := [path.name for path in to_delete if not layout.delete(path)]:
             raise CannotWriteError(f"cannot delete (reasons above): {', '.join(left)}")
         print(f"deleted {total}")
     finally:

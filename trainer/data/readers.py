@@ -43,7 +43,7 @@ class RowBlock:
         if isinstance(content, pa.RecordBatch):
             content = enumerate(_records(content), start=self.first)
         for number, item in content:
-            record = item
+            record = "" if isinstance(item, UnusableError) else item
             problem = None
             try:
                 record = _parsed(item)

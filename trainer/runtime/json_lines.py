@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -94,8 +94,8 @@ class JsonLines:
 
     path: Path
     is_final: bool = False
-    num_unparsed: int = 0
-    _offset: int = 0
+    num_unparsed: int = field(default=0, init=False)
+    _offset: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         with (

@@ -66,9 +66,9 @@ class ContinuedBackend(Backend):
 
     It first receives the rows of earlier attempts that it lacks, then the rows of this attempt. A
     killed attempt has sent rows of steps that come after its last checkpoint. The next attempt
-    repeats these steps, and the same rows are not sent again. Trackers hold rows for a moment before they write
-    them. Therefore `run.json` records a step as sent only `RECORD_INTERVAL_S` after it was sent, so
-    that a kill loses no row.
+    repeats these steps, and the same rows are not sent again. Trackers hold rows for a moment
+    before they write them. Therefore `run.json` records a step as sent only `RECORD_INTERVAL_S`
+    after it was sent, so that a kill loses no row.
     """
 
     _run_id: str

@@ -161,7 +161,7 @@ def take_over(storage: Storage, process: str) -> None:
 def note(run_dir: Path, storage: Storage, **changes: object) -> None:
     """Record what is known of the mirror in the run directory, for `checkpoint ls` too."""
     path = run_dir / STATE
-    state = {"steps": [], **read_object(run_dir / STATE), "url": storage.url, **changes}
+    state = {"steps": [], **read_object(path), "url": storage.url, **changes}
     with suppress(OSError):
         atomic_write(path, json.dumps(state))
 

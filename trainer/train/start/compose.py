@@ -203,8 +203,8 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _harmless(text: str) -> str:
-    """Return a recipe in which text that may be a name is quoted (`NAME_OR_NUMBER`). Refuse a recipe that could
-    exhaust the machine or reveal a secret.
+    """Return a recipe in which text that may be a name is quoted (`NAME_OR_NUMBER`). Refuse a recipe
+    that could exhaust the machine or reveal a secret.
 
     Aliases of aliases grow without bound, and the parser takes minutes for deep nesting.
     Interpolations other than `${group.key}` are refused, because a recipe from elsewhere could read
