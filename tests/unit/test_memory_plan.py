@@ -16,7 +16,7 @@ from trainer.cli import plan
 from trainer.model import cpu_attention
 from trainer.model.experts import Routers
 from trainer.optim import OPTIMIZERS
-from trainer.tools.plan import checks, fake_step, memory
+from trainer.tools.plan import checks, disk, fake_step, memory
 from trainer.tools.plan.advice import change_series
 from trainer.tools.plan.live_storage import (
     ACTIVATIONS,
@@ -79,6 +79,16 @@ def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path, num_ra
     assert found.device_bytes[OPTIMIZER] == 2 * shard_bytes + 4 * len(shapes)
     buffers = found.device_bytes[PARAMETERS] - shard_bytes
     assert 0 <= buffers <= 2 * 8 * 4, "only the rotary frequencies"
+
+
+def test_muon_needs_a_moment_less_for_the_matrices_of_layers(tmp_path):
+    words = tokens(64, 32)
+    adamw, muon = (
+        planned(tmp_path, 1, f"optim.name={name}", *words).device_bytes[OPTIMIZER]
+        for name in ("adamw", "muon")
+    )
+    num_weights = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+    assert adamw - muon == 4 * (num_weights + 2 * 7), "and it does not count their steps"
 
 
 def test_one_card_holds_a_frozen_model_once(tmp_path):
@@ -305,3 +315,13 @@ def test_nf4_takes_four_and_a_half_bits_for_a_frozen_weight(tmp_path):
     num_held = 2 * 64 * (2 * 64 + 2 * 32 + 2 * 96)
     assert plain.num_parameters == held.num_parameters and plain.num_base == held.num_base
     assert saved_bytes == num_held * (16 - 4.5) / 8
+
+
+def test_an_adapter_holds_a_tied_weight_under_both_names(tmp_path):
+    words = ("model.random_weights=false", LORA)
+    plain, saved = (
+        planned(tmp_path, 1, *words, f"model.modules_to_save={names}")
+        for names in ("[]", "[lm_head]")
+    )
+    plain_bytes, bytes_saved = (disk.export_bytes(plan.job.config, plan) for plan in (plain, saved))
+    assert bytes_saved - plain_bytes == 2 * 160 * 64 * 2

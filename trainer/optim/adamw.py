@@ -35,7 +35,6 @@ class AdamW(torch.optim.AdamW, Optimizer):
         self._names = {p: name for p, name in named.items() if p not in others}
         super().__init__(
             parameter_groups(model, self._names, config),
-            lr=0.0,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             fused=True,
@@ -46,8 +45,8 @@ class AdamW(torch.optim.AdamW, Optimizer):
         for parameter in self._names:
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False, dtype=dtype),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False, dtype=dtype),
+                "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
             }
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ def parameter_groups(
             weight_decay = config.weight_decay if is_decayed(own[0], parameter) else 0.0
         members.setdefault((entry.lr_scale, weight_decay), []).append(parameter)
     return [
-        {"params": own, "lr_scale": lr_scale, "weight_decay": weight_decay}
+        {"params": own, "lr": 0.0, "lr_scale": lr_scale, "weight_decay": weight_decay}
         for (lr_scale, weight_decay), own in members.items()
     ]
 

@@ -45,7 +45,7 @@ class Muon(AdamW):
         super().__init__(model, config, others=self._matrices)
         dtype: torch.dtype = getattr(torch, config.state_dtype)
         for parameter in self._matrices:
-            momentum = torch.zeros_like(parameter, requires_grad=False, dtype=dtype)
+            momentum = torch.zeros_like(parameter, dtype=dtype)
             self.state[parameter] = {"momentum_buffer": momentum}
         self._of_matrices = parameter_groups(model, self._matrices, config)
         self._of_adamw = self.param_groups

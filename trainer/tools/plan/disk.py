@@ -28,8 +28,11 @@ def export_bytes(config: Config, plan: MemoryPlan) -> int:
         return size_bytes
     num_exported = plan.num_parameters
     if config.model.has_adapters:
-        counts = {"adapter": plan.num_trained, "merged": plan.num_base}
-        num_exported = counts[checkpoint.export_lora]
+        num_exported = plan.num_base
+        if checkpoint.export_lora == "adapter":
+            # an adapter holds a tied weight under both names
+            named = plan.job.design.model.named_parameters(remove_duplicate=False)
+            num_exported = sum(p.numel() for _, p in named if p.requires_grad)
     dtype: torch.dtype = getattr(torch, checkpoint.export_dtype)
     return size_bytes + num_exported * dtype.itemsize
 
