@@ -63,3 +63,10 @@ def test_experts_chosen_by_an_unknown_number_are_not_guessed(
     monkeypatch.setattr(flops, "num_chosen", lambda config: None)
     assert flops.step_flops(model) is None
     assert flops.length_costs(model)[0] > 0
+
+
+def test_linear_attention_costs_no_pairs_of_tokens():
+    """One of two layers; four heads with keys and values of 8."""
+    config = AutoConfig.for_model("minimax", **family_settings("minimax"))
+    cost = flops.step_flops(AutoModelForCausalLM.from_config(config))
+    assert cost is not None and cost.per_squared_length == 6 * 4 * (8 + 8)

@@ -15,6 +15,9 @@ from trainer.model.experts import experts_of, num_chosen
 from trainer.model.nf4 import num_weights
 from trainer.model.packed_lm import decoder_layers
 
+_WITHOUT_PAIRS = ("linear_attention", "mamba", "conv", "moe", "mlp")
+"""Types of layers in which no token attends to single other tokens."""
+
 
 @dataclass(frozen=True)
 class StepFlops:
@@ -78,9 +81,8 @@ def _met_shares(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     have two dimensions, get 0.
     """
     chosen = num_chosen(model.config) or 0
-    modules = experts_of(model) if chosen else []
     shares: dict[nn.Parameter, float] = {}
-    for module in modules:
+    for module in experts_of(model) if chosen else ():
         share = chosen / module.num_experts
         shares |= {p: share if p.ndim == 3 else 0.0 for p in module.parameters()}
         for adapter in vars(module).get("adapters", {}).values():
@@ -111,8 +113,10 @@ def _flops(model: PreTrainedModel) -> StepFlops:
             )
     first = _first_reached_layer(model)
     attention = Counter[int | None]()
+    types = getattr(config, "layer_types", None) or [""] * len(layers)
     for n, layer in enumerate(layers):
-        attention[_window(config, layer, n)] += (6 if n >= first else 2) * _width(layer)
+        if types[n] not in _WITHOUT_PAIRS:
+            attention[_window(layer, types[n])] += (6 if n >= first else 2) * _width(layer)
     return StepFlops(
         per_token=per_token,
         per_loss_token=_per_use(head.weight, True) * head.weight.numel(),
@@ -139,18 +143,15 @@ def _first_reached_layer(model: PreTrainedModel) -> int:
     return max(0, trained[0] - 1) if trained else len(parts)
 
 
-def _window(config: PretrainedConfig, layer: PretrainedConfig, number: int) -> int | None:
+def _window(layer: PretrainedConfig, kind: str) -> int | None:
     """Return the largest number of tokens that a token sees in a layer, itself included; None if it
     sees all tokens before it.
 
-    If config.json has no layer types, its window applies to all layers.
+    `kind`: the type of the layer. If config.json has no types (''), its window applies to all layers.
     """
     window = getattr(layer, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
     is_windowed = (
-        types[number] == "sliding_attention"
-        if types
-        else getattr(layer, "use_sliding_window", True)
+        kind == "sliding_attention" if kind else getattr(layer, "use_sliding_window", True)
     )
     return window if window and is_windowed else None
 
