@@ -28,14 +28,16 @@ def loss_of(batch: Any) -> torch.Tensor:
     return 1.0 + 0.1 * ids + 0.01 * batch.position_ids_T[batch.supervised_S]
 
 
-def validated(world: World, batch_size: int, max_tokens: int | None) -> dict[str, float]:
+def validated(
+    world: World, batch_size: int, max_tokens: int | None, num_samples: int = NUM_SAMPLES
+) -> dict[str, float]:
     samples = ToySamples(NUM_SAMPLES, SEED)
     validation = Validation(world, length_facts={"seq_total_len_mean": 20.0})
     share = world.sequence_rank, world.sequence_size
     plan = RankPlan(
         world.data_rank, world.num_data_ranks, Limits(max_tokens, None), 0.0, share=share
     )
-    for ids in np.array_split(np.arange(NUM_SAMPLES), NUM_SAMPLES // batch_size):
+    for ids in np.array_split(np.arange(num_samples), num_samples // batch_size):
         batch = build_step(samples, ids, plan, step=0, epoch=0)
         for micro_batch in batch.micro_batches:
             losses = loss_of(micro_batch)
@@ -64,3 +66,8 @@ def test_a_validation_is_the_same_however_it_is_packed_and_dealt():
         assert row["val/gap"] == pytest.approx(mean - 1.0) and row["val/samples"] == NUM_SAMPLES
         assert row["val/seq_total_len_mean"] == 20.0
         assert row["time/eval/total_s"] >= row["time/eval/step_s"] > 0
+
+
+def test_one_sample_has_no_standard_error():
+    (row,) = run_ranks(validated, 1, 1, None, 1)
+    assert row["val/samples"] == 1 and "val/loss_stderr" not in row

@@ -81,23 +81,24 @@ class Validation:
         n_i, where sample i has the loss L_i and n_i tokens, and m is the mean loss per token
         (Cochran, Sampling Techniques, section 6.3, for a large population).
         """
-        totals = list(map(float, self._totals))
         num_loss_tokens, num_tokens, num_samples, num_batches = map(int, self._counts)
-        loss_sum, squares, products, square_counts, num_hits = totals[:NUM_SUMS]
+        loss_sum, squares, products, square_counts, num_hits, *by_source = self._totals.tolist()
         mean = loss_sum / num_loss_tokens
         residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
         # an overflow becomes NaN: the square root of infinity is not a standard error
         stderr = math.sqrt(residual) if math.isfinite(residual) else math.nan
+        # one sample says nothing about others
+        spread = {"val/loss_stderr": stderr / num_loss_tokens} if num_samples > 1 else {}
         total_s = time.perf_counter() - self._started_s
         return {
             "val/loss": mean,
-            "val/loss_stderr": stderr / num_loss_tokens,
+            **spread,
             "val/ppl": perplexity(mean),
             "val/token_accuracy": num_hits / num_loss_tokens,
             "val/gap": mean - train_loss,
             "val/samples": num_samples,
             "val/total_valid_token_count": num_loss_tokens,
-            **losses_by_source("val", totals[NUM_SUMS:], self._tokens_by_source),
+            **losses_by_source("val", by_source, self._tokens_by_source),
             **{f"val/{name}": value for name, value in self._length_facts.items()},
             "time/eval/step_s": total_s / num_batches,
             "time/eval/total_s": total_s,
