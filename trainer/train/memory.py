@@ -78,4 +78,6 @@ def sample(device: torch.device) -> dict[str, float]:
         "--format=csv,noheader,nounits",
     ]
     answer = subprocess.check_output(command, text=True, timeout=PERIOD_S)
-    return dict(zip(QUERIES, map(float, answer.split(",")), strict=True))
+    values = zip(QUERIES, answer.split(","), strict=True)
+    # a slice of a card or a virtual one answers "[N/A]" to some queries
+    return {key: float(text) for key, text in values if "[" not in text}

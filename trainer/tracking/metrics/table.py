@@ -237,7 +237,7 @@ TABLE = (
             "optim/param_norm",
             "1",
             "none",
-            "L2 norm of all weights: steady growth without bound is a sign of trouble.",
+            "L2 norm of all trained weights: steady growth without bound is a sign of trouble.",
         ),
     ),
     *entries(
@@ -254,7 +254,7 @@ TABLE = (
             "memory/allocated_gib",
             "GiB",
             "down",
-            "Device memory in tensors at the end of the step, on the rank with the most.",
+            "Device memory in tensors before the update, with gradients, on the rank with the most.",
         ),
         (
             "memory/max_allocated_gib",
@@ -315,7 +315,7 @@ TABLE = (
             "val/loss_stderr",
             "nat/token",
             "down",
-            "Standard error of val/loss over samples: smaller differences are noise.",
+            "Standard error of val/loss over samples, if there are several: smaller differences are noise.",
         ),
         ("val/ppl", "1", "down", "Perplexity on the validation set, exp(val/loss), capped."),
         (
