@@ -5,6 +5,7 @@ from dataclasses import replace
 import tokenizer_fixtures as fixtures
 from prepared import CHATS, OPTIONS, announced, good_rows, run, run_rows, write_rows
 
+from trainer.data.formats import vocabulary_digest
 from trainer.data.samples import Samples, SourceSamples
 
 ASK = {"role": "user", "content": "hi"}
@@ -46,3 +47,12 @@ def test_the_start_warns_about_validation_samples_that_are_also_trained(tmp_path
     assert "about 100% of the validation samples are also training samples" in lines(train)
     assert "about 56% of the validation samples" in lines(rows)
     assert "also training samples" not in lines(held_out)
+
+
+def test_the_start_says_if_rows_of_tokens_have_no_end_token(tmp_path, caplog):
+    tokenizer = fixtures.make_tokenizer()
+    digest = vocabulary_digest(tokenizer)
+    row = {"input_ids": [5, 6], "loss_mask": [0, 1], "vocabulary_digest": digest}
+    rows = run_rows(tmp_path, row, keys=CHATS)
+    lines = announced(Samples([rows.whole("rows")]), None, tokenizer, caplog)
+    assert any(line.endswith("supervised text ends with no end token") for line in lines)

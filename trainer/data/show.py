@@ -249,7 +249,8 @@ def _log_rows(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> None
     summary = dataset.summary
     formats = "; ".join(f"{count:,} with {name}" for name, count in summary.rows_by_shape.items())
     ends = tokenizer.convert_ids_to_tokens(sorted(summary.end_token_ids))
-    _log("rows", f"{formats}; supervised text ends with {', '.join(map(repr, ends))}")
+    text = f"{formats}; supervised text ends with {', '.join(map(repr, ends)) or 'no end token'}"
+    _log("rows", text)
     for name, text in TURNS.items():
         if count := getattr(summary, name):
             _log("turns", f"{count:,} {text}")
