@@ -118,6 +118,12 @@ def test_a_mistake_is_named_with_its_key(override):
     assert MISTAKES[override] in error_of(override)
 
 
+def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/h")
+    data = load_config(["data.cache_dir=~/a", "data.train_files=~/b"]).resolved["data"]
+    assert data["cache_dir"] + data["train_files"] == "/h/a/h/b"
+
+
 def source(name: str, files: str | list[str], **columns: str) -> Source:
     return Source(name, files, 1.0, -1, None, RowKeys(**columns))  # type: ignore[arg-type]
 

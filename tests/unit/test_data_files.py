@@ -26,6 +26,7 @@ def test_resolve_files(tmp_path):
         ("missing.jsonl", "no file matches '.*missing.jsonl'"),
         ("*.parquet", r"no file matches '.*\*.parquet'"),
         ("dangling.jsonl", "no file matches '.*dangling.jsonl'"),
+        ("x" * 300, "no file matches '.*/x+'"),
         (".", "is not a regular file.\nFix: "),
         ("notes.log", "unsupported format '.log'; the supported formats are .jsonl, .jsonl.gz, "),
         ("rows.csv", r"unsupported format '.csv'(?s:.*) convert it: python -c .*rows.csv'"),
@@ -40,14 +41,10 @@ def test_unresolvable_files_are_named(tmp_path, name, message):
     (tmp_path / "link.jsonl").symlink_to("/dev/zero")
     (tmp_path / "dangling.jsonl").symlink_to("nowhere.jsonl")
     with pytest.raises(DataError, match=message):
-        resolve_files([str(tmp_path / name)])
+        resolve_files(str(tmp_path / name))
 
 
 def test_looking_for_files_imports_nothing_slow():
     code = "import sys, trainer.data.files; print({'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules))"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-        ).stdout
-        == "set()\n"
-    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True, timeout=60) == "set()\n"

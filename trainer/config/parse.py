@@ -5,6 +5,7 @@ The message for a mistyped key suggests the nearest known one.
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from configparser import ConfigParser
 from contextlib import suppress
@@ -158,7 +159,7 @@ def _converted(kind: Any, value: Any, dotted: str, problems: list[str]) -> Any:
         if kind is bool:
             return BOOLEANS[str(value).lower()]
         if kind is str and is_scalar:
-            return str(value)
+            return os.path.expanduser(str(value))  # every path may begin with `~`
         if kind in (int, float) and is_scalar:
             number = kind(value)
             if isinstance(value, str) or number == value:

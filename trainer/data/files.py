@@ -5,6 +5,7 @@ This module imports neither torch nor pyarrow, so that a wrong path fails before
 
 import glob
 import logging
+import os
 import re
 import stat
 from pathlib import Path
@@ -43,10 +44,9 @@ def resolve_files(spec: str | list[str]) -> list[Path]:
 def _resolve_one(entry: str) -> list[Path]:
     if entry.startswith("hf://"):
         return dataset_files(entry)
-    path = Path(entry).expanduser()
-    paths = [path] if path.exists() else []
+    paths = [Path(entry)] if os.path.exists(entry) else []
     if not paths and glob.has_magic(entry):
-        paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        paths = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]
     if not paths:
         fix = "name an existing path or glob"
         if HUB_ID.fullmatch(entry) and not entry.endswith(SUFFIXES):

@@ -146,7 +146,7 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             f"rank {settings.r}.\nFix: leave model.lora_rank out"
         )
     settings.lora_dropout = config.lora_dropout
-    base = Path(config.partial_pretrain).expanduser()
+    base = Path(config.partial_pretrain)
     settings.base_model_name_or_path = str(base.resolve() if base.is_dir() else base)
     stacked = lora_layers.expert_weights(model)
     if isinstance(targets, list) and settings.target_parameters:

@@ -70,7 +70,7 @@ def _local(name: str) -> Path | None:
     """Return the local directory of this name, or None if the name may be a Hub id."""
     if name == QUICKSTART:
         return MODEL_DIR
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         return path
     if path.exists():

@@ -41,11 +41,13 @@ NAME_OR_NUMBER = r"[+-]?\d[\d.]*_[\d._]*|0\d+|\d+(?::\d+)+"
 """Text that hydra or YAML would read as a number, although a name may be meant: 1_0 as 10, 010 as 8,
 1:30 as 90. It stays text; keys whose values are numbers convert it.
 """
+HOME_PATH = r"""~/[^\s,\[\]{}'"=]*"""
+"""Hydra refuses `~`, and the shell does not replace it after `key=`."""
 UNQUOTED = re.compile(
     r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
-    rf"""|(^[\w.]+=|[\[,]\s*|[{{,]\s*\w+:\s*)({NAME_OR_NUMBER})(?=\s*(?:[,\]}}]|$))"""
+    rf"""|(^[\w.]+=|[\[,]\s*|[{{,]\s*\w+:\s*)({NAME_OR_NUMBER}|{HOME_PATH})(?=\s*(?:[,\]}}]|$))"""
 )
-"""In an override: quoted text (1), or such a number (3) and what is before it (2)."""
+"""In an override: quoted text (1), or such a name (3) and what is before it (2)."""
 USAGE = f"""usage: {call("train [N] [key=value ...]")}
   N                      ranks on this machine; default: the number of GPUs, else 2
   key=value              any key of conf/sft.yaml
