@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def require_usable(url: str) -> None:
     problem = ""
     if not mark or not path.strip("/"):
         problem = "is not a URL"
+    elif protocol in ("file", "local") and not path.startswith(("/", "~")):
+        problem = "depends on the current directory"
     elif protocol not in fsspec.available_protocols():
         problem = f"cannot be reached: fsspec does not know {protocol}://"
     elif protocol == "hf" and not path.startswith("buckets/"):
@@ -76,17 +79,24 @@ class Storage:
         require_usable(url)
         self.url = url.rstrip("/")
         self.answered_at = time.monotonic()
+        self._replacement = file_system
+
+    @cached_property
+    def _fs(self) -> AbstractFileSystem:
+        """The file system; also sets `_root`, the path of the URL in it. Opened by the first
+        operation: ftp, sftp and hdfs connect here, and later operations must be able to try again.
+        """
         options = {"skip_instance_cache": True, "use_listings_cache": False}
-        if url.startswith(("file://", "local://")):
+        if self.url.startswith(("file://", "local://")):
             options["auto_mkdir"] = True
-        with self._translated("open"):
-            found, self._root = fsspec.url_to_fs(self.url, **options)
-            self._fs = file_system or found
+        found, self._root = fsspec.url_to_fs(self.url, **options)
+        return self._replacement or found
 
     def is_at(self, path: Path) -> bool:
         """Return True if the files are in the directory `path` of this machine."""
-        is_local = isinstance(self._fs, LocalFileSystem)
-        return is_local and Path(self._root).resolve() == path.resolve()
+        with self._translated("open"):
+            is_local = isinstance(self._fs, LocalFileSystem)
+            return is_local and Path(self._root).resolve() == path.resolve()
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of every file by name. Nothing is cached."""
