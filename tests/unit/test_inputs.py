@@ -30,7 +30,7 @@ def inputs_of(*given: str) -> Inputs:
 
 def texts(inputs: Inputs) -> list[str]:
     return [
-        str(inputs.tokenizer.decode(inputs.train.sample(i)[0].tolist()))
+        inputs.tokenizer.decode(inputs.train.sample(i)[0].tolist())
         for i in range(len(inputs.train))
     ]
 
@@ -43,6 +43,12 @@ def test_each_source_is_read_with_its_keys_and_rendered_with_its_template(files)
     said = "<|im_start|>user says What is 1?<|im_end|><|im_start|>assistant says 1 it is, and no other number<|im_end|>"
     assert texts(inputs)[NUM_CHATS + 1] == said
     assert inputs.train.location(NUM_CHATS + 1) == f"{files}/answers.jsonl:2"
+
+
+def test_a_shard_that_was_not_copied_is_named(files, caplog):
+    (files / "chats.jsonl").rename(files / "a-0-of-2.jsonl")
+    inputs_of(*words(files, f"{{files:{files}/a-*.jsonl,name:a}}"))
+    assert "a-*-of-2" in caplog.text
 
 
 def test_a_variable_that_a_template_does_not_read_is_named(files, caplog):
@@ -71,7 +77,7 @@ def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(files, mon
 def test_validation_rows_are_held_out_of_each_source_alike(files):
     ratio = "data.val_ratio=0.25"
     inputs = inputs_of(*words(files, chats(files, ",repeat:3"), answers(files)), ratio)
-    assert inputs.validation is not None and inputs.validation.names == inputs.train.names
+    assert inputs.validation.names == inputs.train.names
     assert [share.num_rows for share in inputs.validation.shares] == [3, 2]
     assert [share.num_rows for share in inputs.train.shares] == [NUM_CHATS - 3, NUM_ANSWERS - 2]
 
@@ -83,8 +89,7 @@ def test_keys_of_conversations_do_not_prepare_plain_text_again(files):
     plain = inputs_of(*given)
     changed = inputs_of(*given, *others, "data.apply_chat_template_kwargs={a: 1}")
     sources = zip(plain.train.sources, changed.train.sources, strict=True)
-    is_same = [one.dataset.directory == other.dataset.directory for one, other in sources]
-    assert is_same == [False, True]
+    assert [a.dataset.directory == b.dataset.directory for a, b in sources] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -237,17 +237,12 @@ def test_an_unreachable_storage_holds_up_only_a_run_without_a_checkpoint(
     monkeypatch.setattr(TrainerConfig, "dist_timeout_s", 0.2)
     starts = [trainer_of(path) for path in (run_dir, tmp_path / "new")]
     process.prepare_in_time(starts[0], Storage(URL, storages[0]))
-    assert "training continues" in caplog.text
+    process.prepare_in_time(starts[0], Storage("ftp://127.0.0.1:9/run"))
+    assert caplog.text.count("training continues") == 2
     with pytest.raises(ResumableError):
         process.prepare_in_time(starts[1], Storage(URL, storages[1]))
     for storage in storages:
         storage.answers.set()
-
-
-def test_a_storage_that_refuses_the_connection_does_not_hold_up_a_resume(run_dir, caplog):
-    save(run_dir, 2)
-    process.prepare_in_time(trainer_of(run_dir), Storage("ftp://127.0.0.1:9/run"))
-    assert "Connection refused; training continues" in caplog.text
 
 
 @contextmanager

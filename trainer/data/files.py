@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import stat
+from collections import Counter
 from pathlib import Path
 
 from trainer.data.rows import SUFFIXES
@@ -90,7 +91,7 @@ def dataset_files(address: str) -> list[Path]:
         )
     name, revision, split = found.groups()
     root, files = _cached(name, revision, split)
-    if not _is_complete(files):
+    if not files or missing_shards(files):
         others = _download(address, name, revision, split)
         root, files = _cached(name, revision, split)
         if not files:
@@ -113,10 +114,10 @@ def dataset_files(address: str) -> list[Path]:
     return [root / file for file in files]
 
 
-def _is_complete(files: list[Path]) -> bool:
-    """Return True if there are files and no numbered shard is missing."""
-    shards = [shard.groups() for file in files if (shard := SHARD.fullmatch(file.name))]
-    return bool(files) and all(shards.count(shard) == int(shard[1]) for shard in shards)
+def missing_shards(files: list[Path]) -> list[str]:
+    """Return the names of numbered shards, as `NAME-*-of-N`, of which some are missing."""
+    counts = Counter(SHARD.findall("\n".join(map(str, files))))
+    return [f"{name}-*-of-{n}" for (name, n), found in counts.items() if found < int(n)]
 
 
 def _patterns(split: str) -> list[str]:

@@ -20,6 +20,7 @@ from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
 from trainer.data.batch_plan import Schedule
 from trainer.data.chat import RowEncoder
+from trainer.data.files import missing_shards
 from trainer.data.rows import PrepareOptions
 from trainer.data.samples import Samples, SourceSamples, TokenDataset
 from trainer.data.token_cache import prepare
@@ -267,6 +268,10 @@ def _prepare(encoders: Encoders, sources: Files, progress: Progress) -> list[Sou
     """Prepare the tokens of each source. Each source has its own cache entry."""
     prepared = []
     for source, files in sources:
+        for shards in missing_shards(files):
+            logger.warning(
+                "source '%s': some files of %s are missing. Fix: copy them too", source.name, shards
+            )
         tokenizer, digest, options = encoders.encoding(source)
         try:
             dataset = prepare(
