@@ -256,14 +256,14 @@ def test_a_backend_that_raises_is_dropped_with_one_warning(tmp_path, monkeypatch
     end.
     """
     broken = install(monkeypatch, "broken", is_inline=True)
-    getattr(broken, call).side_effect = RuntimeError("boom")
+    getattr(broken, call).side_effect = RuntimeError("boom\nbecause")
     healthy = install(monkeypatch, "healthy")
     tracking = track(tmp_path, "broken", "healthy")
     log_steps(tracking, range(1, 6))
     tracking.finish(0)
     (record,) = caplog.records
     text = record.getMessage()
-    assert text.startswith(f"tracker 'broken' dropped: {call}() raised RuntimeError: boom")
+    assert text.startswith(f"tracker 'broken' dropped: {call}() raised RuntimeError: boom because")
     assert "metrics.jsonl does not depend on it" in text
     assert ("training continues" in text) is (call != "close")
     assert getattr(broken, call).call_count == 1

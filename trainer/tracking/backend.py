@@ -206,7 +206,7 @@ class Sink:
         try:
             getattr(self.backend, call)(*args)
         except BaseException as error:  # a library may even raise SystemExit
-            reason = (str(error).strip().splitlines() or ["no message"])[0]
+            reason = " ".join(str(error).split())[:300] or "no message"
             self._drop(f"{call}() raised {type(error).__name__}: {reason}")
 
     def _drop(self, cause: str) -> None:
