@@ -157,7 +157,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": _DBRX_EXPERTS,
     },
-    "deepseek_v2": {**_MLA, "first_k_dense_replace": 1},
+    **_of({**_MLA, "first_k_dense_replace": 1}, "deepseek_v2", "sarvam_mla"),
     "deepseek_v3": {**_MLA, "n_group": 2, "first_k_dense_replace": 1},
     "deepseek_v32": {**_DSA, "n_group": 2},
     "deepseek_v4": {
@@ -169,6 +169,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": _COMPRESSED,
         "compress_rates": {_COMPRESSED[1]: 2, _COMPRESSED[2]: 4},
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    },
+    "dory": {
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note_text": {
@@ -208,8 +215,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hy_v4": {**_DSA, "indexer_types": ["full", "shared"]},
     "inkling_text": {**_HYBRID_WINDOWS, **_DENSE_FIRST},
     "inkling2_text": {**_HYBRID_WINDOWS, "unpadded_vocab_size": VOCAB},
+    "inkling2_loop_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        "unpadded_vocab_size": VOCAB,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 4,
+    },
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {**_MLA, **_LINEAR_FIRST},
+    "lara_mini": {
+        **_TIED,
+        "num_hidden_layers": 3,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "linear_attention", "full_attention"],
+    },
     "lfm3": {
         **_TIED,
         "num_hidden_layers": 3,
@@ -259,8 +281,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         _ORIGINAL: 64,
     },
     "phi3 longrope": {**_NO_HEAD_DIM, "rope_parameters": _LONGROPE, _ORIGINAL: 8},
+    "apertus1p5_text pruned head": {"vocab_size": VOCAB + 64, "output_vocab_size": VOCAB},
     "llama dynamic unreached": {"rope_parameters": _DYNAMIC},
     "llama dynamic": {"max_position_embeddings": 8, "rope_parameters": _DYNAMIC},
+}
+VARIANTS = {
+    name: settings
+    for name, settings in VARIANTS.items()
+    if name.split()[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 }
 LEFT_OUT = {
     "of several parts, whose text part is tried under a name of its own": [

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from families import FAMILIES
 from source_files import NUM_ANSWERS, NUM_CHATS, TEMPLATE, answers, chats, words, write_sources
 from toy import VOCAB, write_model_config
 
@@ -92,19 +93,32 @@ def test_keys_of_conversations_do_not_prepare_plain_text_again(files):
     assert [a.dataset.directory == b.dataset.directory for a, b in sources] == [False, True]
 
 
+UNKNOWN_TOKEN = f"chats.jsonl:1: the token '.*' has the id .*, but the model knows only {VOCAB} "
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("family", "changes", "message"),
     [
-        ({}, f"chats.jsonl:1: the token '.*' has the id .*, but the model has only {VOCAB} "),
+        ("gpt2", {}, UNKNOWN_TOKEN),
         (
+            "apertus1p5_text",
+            {"vocab_size": 4096, "output_vocab_size": VOCAB, "tie_word_embeddings": False},
+            UNKNOWN_TOKEN,
+        ),
+        (
+            "gpt2",
             {"vocab_size": 4096, "max_position_embeddings": 40},
             r"chats.jsonl:11: the sample has 50 tokens.*\nFix: data.max_length=40",
         ),
     ],
 )
-def test_a_sample_that_the_model_has_no_row_for_is_refused_with_its_place(files, changes, message):
+def test_a_sample_that_the_model_has_no_row_for_is_refused_with_its_place(
+    files, family, changes, message
+):
+    if family not in FAMILIES:
+        pytest.skip("an older transformers has no such family")
     shutil.copytree(MODEL_DIR, files / "model")
-    write_model_config(files / "model", "gpt2", **changes)
+    write_model_config(files / "model", family, **changes)
     model = [f"model.partial_pretrain={files}/model", "model.random_weights=true"]
     with pytest.raises(DataError, match=message):
         inputs_of(*words(files, chats(files)), *model)

@@ -144,8 +144,12 @@ def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
                 f"rank would skip other layers, so sharded gradients would be wrong.\n"
                 f'Fix: set "{key}" to 0 in {source.path}/config.json'
             )
-    if type(model.get_output_embeddings()) is not nn.Linear:
-        raise ConfigError(f"{name} has no linear output head.\nFix: choose a causal language model")
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ConfigError(
+            f"{name}: its output head is {type(head).__name__}, not a linear layer.\n"
+            f"Fix: choose a causal language model with a linear output head"
+        )
     if model.base_model is model:
         raise ConfigError(
             f"{name} has no submodule without the output head (base_model_prefix), so it cannot be "

@@ -70,7 +70,8 @@ def compare(
     """
     model.eval()
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.vocab_size
+    head: Any = model.get_output_embeddings()
+    vocabulary = min(model.config.vocab_size, head.out_features)
     *documents, other = (
         torch.randint(0, vocabulary, (n,), generator=generator) for n in (*lengths, lengths[0])
     )

@@ -31,7 +31,15 @@ from trainer.model import attention
 from trainer.model.attention import DocumentLengths
 from trainer.model.cpu_attention import group_by_length
 
-_CACHES = {"past_key_values", "layer_past", "cache_params", "use_cache", "state", "mlstm_state"}
+_CACHES = {
+    "cache",  # since transformers 5.24; the other names are older, or of single architectures
+    "past_key_values",
+    "layer_past",
+    "cache_params",
+    "use_cache",
+    "state",
+    "mlstm_state",
+}
 _IS_LOOPED = "_is_looped_over_documents"
 _USES_KERNELS = "_uses_kernels_with_bounds"
 BOUNDS = ("cu_seq_lens_q", "max_length_q", "lengths", "seq_idx")

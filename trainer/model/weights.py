@@ -237,21 +237,20 @@ def match(
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    by_pattern = {
-        pattern: converter for converter in converters for pattern in converter.source_patterns
-    }
     places = places_of(text, whole)
     tensors = text.state_dict(keep_vars=True)
     own = {placed(name, places): name for name in tensors}
     # a tied head is kept under the name of the embeddings
     kept: dict[Tensor, str] = {parameter: name for name, parameter in text.named_parameters()}
     state = model.state_dict()
+
+    def rename(name: str, known: list[WeightConverter]) -> tuple[str, str | None]:
+        return rename_source_key(name, renamings, known, model.base_model_prefix, state)
+
     members: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
     others = []
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, state
-        )
+        target, pattern = rename(name, converters)
         if target not in state and name in state:
             target = name
             pattern = None
@@ -262,7 +261,15 @@ def match(
     groups = []
     for target, found in members.items():
         names, patterns = zip(*found, strict=True)
-        converter = by_pattern.get(patterns[0])
+        # parts of a model may have converters with equal patterns
+        converter = next(
+            (
+                one
+                for one in converters
+                if patterns[0] in one.source_patterns and rename(names[0], [one])[1] is not None
+            ),
+            None,
+        )
         targets = [target]
         if converter is not None:
             targets = [

@@ -114,15 +114,19 @@ def prepare_inputs(config: Config, *, progress: Progress) -> Inputs:
 
 
 def _require_room(inputs: Inputs, dataset: TokenDataset, progress: Progress) -> None:
-    """Raise `DataError` for a token without an embedding, or a sample with too few positions."""
+    """Raise `DataError` for a token without an embedding or output, or a sample that is longer than
+    the table of positions.
+    """
     model: Any = inputs.design.model
     num_embeddings = len(model.get_input_embeddings().weight)
-    if (found := dataset.first_beyond(num_embeddings, progress)) is not None:
+    # the head has fewer rows if the checkpoint omits tokens that the model never writes
+    num_known = min(num_embeddings, model.get_output_embeddings().out_features)
+    if (found := dataset.first_beyond(num_known, progress)) is not None:
         index, token_id = found
         token = inputs.tokenizer.convert_ids_to_tokens(token_id)
         raise DataError(
             f"{dataset.location(index)}: the token {token!r} has the id {token_id}, but the model "
-            f"has only {num_embeddings} embeddings.\n"
+            f"knows only {num_known} tokens.\n"
             f"Fix: use the model's own tokenizer; new tokens belong in model.new_tokens instead of "
             f"{inputs.source.path}/tokenizer.json"
         )
