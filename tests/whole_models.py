@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from families import family_settings
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM
+from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from trainer.model.pretrained import ModelSource
 
@@ -56,12 +56,6 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "llama4": {"text_config": _text("llama4_text"), "vision_config": {**_IMAGE, **_PROJECTED}},
 }
-if "inkling2" in CONFIG_MAPPING:  # since transformers 5.23
-    # both its own conversions and those of its text part convert the output head
-    WRAPPERS["inkling2"] = {
-        "text_config": _text("inkling2_text"),
-        "vision_config": {"text_hidden_size": 32},
-    }
 EXTRA = "mtp.fc.weight"
 """Of no class of transformers: checkpoints hold such tensors for other programs."""
 
@@ -73,7 +67,7 @@ def write_whole_model(
     checkpoints.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **(WRAPPERS[model_type] | changes))
+    config = AutoConfig.for_model(model_type, **(WRAPPERS.get(model_type, {}) | changes))
     model: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in {
