@@ -57,7 +57,8 @@ def _parse_number(text: str) -> float | None:
     if clock := CLOCK.fullmatch(text):
         days, hours, minutes, seconds = (float(part or 0) for part in clock.groups())
         return 86400 * days + 3600 * hours + 60 * minutes + seconds
-    text = re.sub(r"(\d+)\s*/\s*\d+|%", r"\1", text.strip())
+    done, _, total = text.partition("/")
+    text = (done if total.strip().isdecimal() else text).rstrip(" %")
     with suppress(ValueError, KeyError):
         if text[-1:] in UNITS_S:
             return sum(float(part[:-1]) * UNITS_S[part[-1]] for part in text.split())
