@@ -91,9 +91,9 @@ def commit(run_dir: Path, step: int, *, nonce: str = "") -> Path:
     return layout.commit(stage(run_dir, step, nonce=nonce), step, nonce=nonce or f"a1b{step}")
 
 
-def save(run_dir: Path, *steps: int) -> None:
+def save(run_dir: Path, *steps: int, nonce: str = "") -> None:
     for step in steps:
-        commit(run_dir, step)
+        commit(run_dir, step, nonce=nonce)
         layout.publish(run_dir, step)
 
 

@@ -46,16 +46,9 @@ class FaultyStorage(MemoryFileSystem):
 
     cachable = False
 
-    def __init__(
-        self,
-        at: int = -1,
-        kind: str = "",
-        *,
-        faults: dict[int, str] | None = None,
-        late_by: int = 5,
-    ) -> None:
+    def __init__(self, faults: dict[int, str] | None = None, *, late_by: int = 5) -> None:
         super().__init__(global_store=False)
-        self.faults = {at: kind} if faults is None else faults
+        self.faults = faults or {}
         self.count = 0
         self.late_by = late_by
         self.answers = threading.Event()
@@ -254,7 +247,7 @@ class Trial:
     def _drawn_storage(self) -> FaultyStorage:
         numbers = self._rng.sample(range(1, LAST_FAULT), self._rng.randint(1, NUM_FAULTS))
         late_by = self._rng.randint(1, 25)
-        return FaultyStorage(faults={n: self._rng.choice(KINDS) for n in numbers}, late_by=late_by)
+        return FaultyStorage({n: self._rng.choice(KINDS) for n in numbers}, late_by=late_by)
 
     def run(self) -> None:
         step = 0

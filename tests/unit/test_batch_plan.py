@@ -71,13 +71,6 @@ def test_a_sample_longer_than_the_limit_is_refused():
     RankPlan(0, 2, Limits(9, None), 0.0).deal(lengths)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 5, 9, 10, 17, 1009])
-def test_every_place_has_one_row_and_every_row_one_place(size):
-    found = permuted(np.arange(size), size, 7)
-    assert found.dtype == np.int64 and sorted(found) == list(range(size))
-    assert [int(permuted(np.array([place]), size, 7)[0]) for place in range(size)] == found.tolist()
-
-
 def test_rows_come_in_the_order_that_earlier_checkpoints_began():
     assert permuted(np.arange(12), 12, 7).tolist() == [11, 0, 6, 10, 4, 1, 7, 8, 2, 9, 3, 5]
     large = [9168611, 68877121, 56154411, 15819086, 34597115]

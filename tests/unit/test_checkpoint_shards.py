@@ -8,19 +8,12 @@ from trainer.checkpoint.shards import CorruptShardError
 from trainer.config import ConfigError
 
 
-def test_a_wider_type_takes_over_a_narrower_one_exactly():
-    saved = torch.randn(5, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    live = torch.zeros(5)
-    shards.copy_slice([saved], live, "weight", "model.master_dtype")
-    assert torch.equal(live, saved.float())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_type_that_would_lose_digits_is_refused(dtype):
+def test_a_type_that_would_lose_digits_is_refused():
     """The error names the key with which the checkpoint can be continued."""
+    saved = torch.zeros(5, dtype=torch.float16)
     live = torch.zeros(5, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"(?s)'weight' .*optim.state_dtype=float32"):
-        shards.copy_slice([torch.zeros(5, dtype=dtype)], live, "weight", "optim.state_dtype")
+        shards.copy_slice([saved], live, "weight", "optim.state_dtype")
 
 
 def test_another_shape_is_refused():

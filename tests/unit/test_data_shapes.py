@@ -153,14 +153,6 @@ def test_special_tokens_in_a_text_are_refused_or_parsed_as_asked():
     assert parse == ["[[<s>one <|im_start|></s>]]"]
 
 
-def test_a_prompts_tokens_are_those_of_the_prompt_alone():
-    [sample], _ = encoded('{"prompt": "The quick ", "completion": "brown"}', TOKENIZER)
-    alone = TOKENIZER.encode("The quick ")
-    assert alone != TOKENIZER.encode("The quick brown")[: len(alone)]
-    assert sample.input_ids[: len(alone)].tolist() == alone
-    assert not sample.loss_mask[: len(alone)].any() and sample.loss_mask[len(alone) :].all()
-
-
 def test_two_lists_of_messages_train_the_second():
     tokenizer = fixtures.make_tokenizer(fixtures.CHATML)
     bye = {"role": "assistant", "content": "bye"}

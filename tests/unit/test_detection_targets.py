@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from curves import BIMODAL, HELD_OUT, TUNED
-from guard_trials import FAULTS, Family, Outcome, per_10k, precision, recall, trial
+from curves import BIMODAL, HELD_OUT, TUNED, Curve, spike
+from guard_trials import FAULTS, Family, Outcome, per_10k, precision, recall, trial, watch
 from sweeps import short_or_full
 
-from trainer.train.detection import Detector, Level
+from trainer.train.detection import Level
 
 SEEDS = short_or_full(range(1), full=range(4))
 SEEDS_OF_TWO_KINDS = range(6)
@@ -109,20 +109,13 @@ def test_a_spike_soon_after_the_steep_start_of_a_run_is_severe(fall_steps):
     usual.
     """
     num_found = num_false = 0
+    fall = np.exp(-np.arange(1, 301) / fall_steps)
     for seed in range(30):
         generator = np.random.default_rng(seed)
-        detector = Detector()
-        steps = np.arange(1, 301)
-        losses = (2 + 6 * np.exp(-steps / fall_steps)) * np.exp(generator.normal(0, 0.05, 300))
-        norms = (1 + 9 * np.exp(-steps / fall_steps)) * np.exp(generator.normal(0, 0.3, 300))
-        losses[89], norms[89] = 3 * losses[89], 27 * norms[89]
-        for step, loss, norm in zip(steps.tolist(), losses.tolist(), norms.tolist(), strict=True):
-            values = {
-                "train/loss": loss,
-                "train/grad_norm": norm,
-                "train/total_valid_token_count": 100,
-            }
-            is_severe = any(event.level == Level.SEVERE for event in detector.observe(step, values))
-            num_found += is_severe and step == 90
-            num_false += is_severe and step != 90
+        losses = (2 + 6 * fall) * np.exp(generator.normal(0, 0.05, 300))
+        norms = (1 + 9 * fall) * np.exp(generator.normal(0, 0.3, 300))
+        events = watch(spike(Curve(losses, norms), at=90, loss=3, grad=27))
+        severe = {event.step for event in events if event.level == Level.SEVERE}
+        num_found += 90 in severe
+        num_false += len(severe - {90})
     assert num_false == 0 and num_found >= 0.7 * 30

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +42,6 @@ class Scene:
         self.free()
 
     def write(self, name: str, text: str) -> None:
-        Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
 
     def free(self, size_bytes: int = 100 * GIB, shared_bytes: int = GIB) -> None:
@@ -51,11 +49,9 @@ class Scene:
             fsio, "free_bytes", lambda path: shared_bytes if "shm" in str(path) else size_bytes
         )
 
-    def cards(
-        self, number: int = 2, *, free_gib: int = 80, num_cores: int = 64, host_gib: float = 900
-    ) -> None:
-        self.patch.setattr(machine, "gpus_for_run", lambda device: number)
-        self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    def cards(self, *, free_gib: int = 80, host_gib: float = 900) -> None:
+        self.patch.setattr(machine, "gpus_for_run", lambda device: 2)
+        self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
         self.patch.setattr(memory, "host_memory_bytes", lambda: host_gib * GIB)
         self.patch.setattr(torch.cuda, "mem_get_info", lambda card: (free_gib * GIB, 80 * GIB))
         self.patch.setattr(torch.cuda, "get_device_name", lambda card: "H100")
@@ -63,10 +59,8 @@ class Scene:
 
     def model(self, **changes: object) -> None:
         shutil.copytree(MODEL_DIR, "model")
-        self.write(
-            "model/config.json",
-            json.dumps(json.loads(Path("model/config.json").read_text()) | changes),
-        )
+        config = json.loads(Path("model/config.json").read_text())
+        self.write("model/config.json", json.dumps(config | changes))
         self.write("model/model.safetensors", "")
 
     def checkpoint(self, pointer: str = "2") -> None:
@@ -151,11 +145,9 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: MemoryPlan) 
 
 def complaints(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, str]]]:
     """The exit code, and all that is not ok."""
-    first, *rest = shlex.split(words if words[:1].isdecimal() else f"2 {words}")
-    code = doctor.main([first, *WORDS, *rest, "--json"])
-    return code, [
-        said for said in json.loads(capsys.readouterr().out)["checks"] if said["level"] != "ok"
-    ]
+    code = doctor.main(["2", *WORDS, *words.split(), "--json"])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    return code, [said for said in checks if said["level"] != "ok"]
 
 
 def test_a_good_machine_has_nothing_to_mend_and_nothing_is_left_on_it(scene, capsys):

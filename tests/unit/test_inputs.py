@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 from families import FAMILIES
-from source_files import NUM_ANSWERS, NUM_CHATS, TEMPLATE, answers, chats, words, write_sources
+from source_files import NUM_CHATS, TEMPLATE, answers, chats, words, write_sources
 from toy import VOCAB, write_model_config
 
 from trainer.data import token_cache
@@ -73,14 +73,6 @@ def test_a_source_that_is_added_tokenises_no_other_and_is_another_run(files, mon
     again = inputs_of(*words(files, chats(files, ",repeat:0.5,name:other"), answers(files)))
     assert written.call_count == 2, "each once, whatever is beside it"
     assert len({inputs.train.fingerprint for inputs in (alone, both, again)}) == 3
-
-
-def test_validation_rows_are_held_out_of_each_source_alike(files):
-    ratio = "data.val_ratio=0.25"
-    inputs = inputs_of(*words(files, chats(files, ",repeat:3"), answers(files)), ratio)
-    assert inputs.validation.names == inputs.train.names
-    assert [share.num_rows for share in inputs.validation.shares] == [3, 2]
-    assert [share.num_rows for share in inputs.train.shares] == [NUM_CHATS - 3, NUM_ANSWERS - 2]
 
 
 def test_keys_of_conversations_do_not_prepare_plain_text_again(files):

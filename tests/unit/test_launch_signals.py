@@ -41,18 +41,6 @@ status.report(75)
 """Notes every signal. Half a second after the first, unless it has to stay, it leaves in order."""
 
 
-@pytest.mark.parametrize(
-    ("agent", "code"),
-    [
-        ("import sys; sys.exit(0)", 0),
-        ("import os; from trainer.runtime.signals import *; report_exit_code(65); os._exit(1)", 65),
-    ],
-)
-def test_exit_code_of_an_agent(agent, code, tmp_path):
-    with launched(tmp_path, agent=agent) as run:
-        assert run.end()[0] == code
-
-
 def test_a_killed_agent_is_named(tmp_path):
     with launched(tmp_path, agent="import os; os.kill(os.getpid(), 9)") as run:
         code, stderr = run.end()

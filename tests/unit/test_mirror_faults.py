@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import commit, content_of, expected_files, is_whole, save
+from checkpoint_fakes import content_of, expected_files, is_whole, save
 from mirror_faults import (
     KINDS,
     LAST_FAULT,
@@ -40,7 +40,7 @@ def test_no_fault_at_any_operation_loses_a_checkpoint_or_lets_a_wrong_one_be_tak
 ):
     caplog.set_level(logging.CRITICAL)
     for at in some(range(1, LAST_FAULT), 12):
-        Trial(at, tmp_path / f"{at}", FaultyStorage(at, kind)).run()
+        Trial(at, tmp_path / f"{at}", FaultyStorage({at: kind})).run()
 
 
 def test_faults_that_come_together_lose_no_checkpoint_and_let_no_wrong_one_be_taken(
@@ -53,7 +53,7 @@ def test_faults_that_come_together_lose_no_checkpoint_and_let_no_wrong_one_be_ta
 
 @pytest.mark.parametrize("at", range(12, 13 + len(content_of(2))))
 def test_a_file_that_was_cut_is_sent_again_before_the_manifest(at, run_dir):
-    storage = FaultyStorage(at, "cut")
+    storage = FaultyStorage({at: "cut"})
     save(run_dir, 2)
     own = uploader(run_dir, storage)
     with pytest.raises(StorageError, match="were sent"):
@@ -75,7 +75,7 @@ def is_in(storage: FaultyStorage, step: int) -> bool:
 
 
 def test_what_another_upload_left_is_removed_before_a_new_one(run_dir):
-    storage = FaultyStorage(14, "killed after")
+    storage = FaultyStorage({14: "killed after"})
     save(run_dir, 2)
     with pytest.raises(Killed):
         uploader(run_dir, storage).sync()
@@ -173,8 +173,7 @@ def test_a_mirror_waits_for_the_end_of_a_rollback(run_dir, tmp_path, monkeypatch
 def test_a_run_that_saves_anew_before_its_rollback_is_up_loses_no_rollback(run_dir, tmp_path):
     storage = mirrored(run_dir, 4, 6, 8)
     roll_back(run_dir, 6)
-    commit(run_dir, 8, nonce="anew")
-    layout.publish(run_dir, 8)
+    save(run_dir, 8, nonce="anew")
     for at in range(1, 22):
         storage.faults = {storage.count + at: "killed before"}
         with suppress(Killed):
@@ -193,8 +192,7 @@ def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path):
         storage = mirrored(run_dir, 2, 4)
         (run_dir / layout.POINTER).write_text("2")
         uploader(run_dir, storage).sync()
-        commit(run_dir, 4, nonce="anew")
-        layout.publish(run_dir, 4)
+        save(run_dir, 4, nonce="anew")
         storage.faults = {storage.count + at: "killed before"}
         with pytest.raises(Killed):
             uploader(run_dir, storage).sync()
