@@ -5,7 +5,7 @@ need no torch.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -145,14 +145,12 @@ class Run:
     run_dir: Path
     keep: int
     step: int = 0
-    acknowledged: list[int] = field(default_factory=list)
 
     def save(self) -> None:
         """Save in the order of `trainer.checkpoint.save`."""
         self.step += 1
         layout.clean_leftovers(self.run_dir)
         commit(self.run_dir, self.step)
-        self.acknowledged.append(self.step)
         self._settle(self.step)
 
     def _settle(self, step: int, **settings: Any) -> None:
@@ -175,7 +173,3 @@ class Run:
             self.step = info.step
             return info.step
         return None
-
-    def good_steps(self) -> set[int]:
-        whole = filter(is_whole, self.run_dir.glob("global_step_*"))
-        return {layout.parse_step(path.name) or 0 for path in whole}

@@ -79,7 +79,7 @@ class FaultyStorage(MemoryFileSystem):
 
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
         self._change(
-            [path],
+            [self._strip_protocol(path)],
             lambda: self._put(path, value),
             lambda: self._put(path, value[: len(value) // 2]),
         )
@@ -118,14 +118,12 @@ class FaultyStorage(MemoryFileSystem):
         for name in names:
             del self.store[name]
 
-    def _change(self, paths: list[str], action: Callable[[], Any], half: Callable[[], Any]) -> None:
+    def _change(self, names: list[str], action: Callable[[], Any], half: Callable[[], Any]) -> None:
         kind = self._strike()
         if kind == "late":
             seen = self.seen()
             until = self.count + self.late_by
-            self._before |= {
-                (name := self._strip_protocol(path)): (until, seen.get(name)) for path in paths
-            }
+            self._before |= {name: (until, seen.get(name)) for name in names}
         half() if kind in ("killed within", "cut") else action()
         if kind.startswith("killed"):
             self._is_dead = True
@@ -289,9 +287,7 @@ class Trial:
                     own = uploader(self._run_dir, self._storage)
             with self._storage.undisturbed():
                 expected = self._expected()
-                taken = self._taken(next(self._machines))
-            assert taken is None or taken[1] == expected
-            self._judge(taken)
+                assert self._taken(next(self._machines)) in (None, expected)
             if is_up:
                 return own
         raise AssertionError(f"step {step} never goes up")
@@ -301,40 +297,35 @@ class Trial:
         run_dir = next(self._machines)
         for _ in range(MAX_TRIES):
             try:
-                taken = self._taken(run_dir)
+                nonce = self._taken(run_dir)
                 break
             except (ResumableError, Killed):
                 self._storage.revive()
         else:
             raise AssertionError("nothing comes back")
-        self._judge(taken)
-        if taken is None:
+        if nonce is None:
             return None
         self._run_dir = run_dir
-        self._up = taken[0]
-        return taken[0]
+        self._up, _ = self._saved[nonce]
+        return self._up
 
-    def _taken(self, run_dir: Path) -> tuple[int, str] | None:
-        """Return step and nonce of the checkpoint that a machine restores."""
+    def _taken(self, run_dir: Path) -> str | None:
+        """Return the nonce of the checkpoint that a machine restores, which must be a right one."""
+        path = None
         with suppress(NoUsableCheckpointError):
             path = restored(run_dir, self._storage)
-            if path is None:
-                return None
-            nonce = parse_manifest((path / MANIFEST).read_bytes()).nonce
-            step, files = self._saved[nonce]
-            assert {name: (path / name).read_bytes() for name in files} == files
-            assert (run_dir / "metrics.jsonl").exists()
-            assert len(rollback.read(run_dir).entries) >= self._num_rollbacks
-            chosen = choice.select(run_dir).chosen
-            assert chosen is not None and chosen.path == path
-            return step, nonce
-        return None
-
-    def _judge(self, taken: tuple[int, str] | None) -> None:
-        if taken is None:
+        if path is None:
             assert not self._up, "what was up is not taken"
-        else:
-            assert taken[0] >= self._up and taken[1] not in self._undone
+            return None
+        nonce = parse_manifest((path / MANIFEST).read_bytes()).nonce
+        step, files = self._saved[nonce]
+        assert step >= self._up and nonce not in self._undone
+        assert files_of(path).items() >= files.items()
+        assert (run_dir / "metrics.jsonl").exists()
+        assert len(rollback.read(run_dir).entries) >= self._num_rollbacks
+        chosen = choice.select(run_dir).chosen
+        assert chosen is not None and chosen.path == path
+        return nonce
 
     def _expected(self) -> str | None:
         """Return the nonce of the checkpoint to restore, from the bytes that the storage shows."""

@@ -103,6 +103,16 @@ def test_malformed_manifests_are_refused(text):
         parse_manifest(text)
 
 
+def test_every_flipped_bit_of_a_manifest_is_found():
+    data = bytearray(GOOD.to_json().rstrip().encode())
+    for position in range(len(data)):
+        for bit in range(8):
+            data[position] ^= 1 << bit
+            with pytest.raises(ManifestError):
+                parse_manifest(bytes(data))
+            data[position] ^= 1 << bit
+
+
 def test_shares_cover_every_file_once_and_are_balanced(tmp_path):
     chance = random.Random(1)
     files = tuple(FileRecord(f"f{i}", chance.randrange(1000), "0" * 64) for i in range(97))

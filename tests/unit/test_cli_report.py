@@ -1,7 +1,6 @@
 """The report command: its output and its exit codes; the page that a run writes at its end."""
 
 import json
-import logging
 import os
 import subprocess
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from trainer.cli.arguments import write_file
 from trainer.errors import CannotWriteError
 from trainer.tools.report import analyse as analysis
 from trainer.tools.report.analyse import analyse
-from trainer.tracking import Tracking
 from trainer.train.start.end import write_final_report
 
 Call = Callable[..., tuple[int, str, str]]
@@ -89,20 +87,6 @@ def test_a_page_does_not_take_the_place_of_a_pipe(tmp_path):
     with pytest.raises(CannotWriteError, match="not a regular file"):
         write_file(tmp_path / "pipe", "page")
     assert (tmp_path / "pipe").is_fifo()
-
-
-def test_a_run_leaves_a_page_and_a_report_that_fails_is_only_a_warning(tmp_path, caplog):
-    tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=5)
-    for step in range(1, 6):
-        tracking.log({"train/loss": 2.0 - 0.1 * step, "train/grad_norm": 1.0}, step)
-    tracking.finish(0)
-    with caplog.at_level(logging.INFO):
-        write_final_report(tmp_path)
-    assert "report      " in caplog.text and str(tmp_path / "report.html") in caplog.text
-    assert "</html>" in (tmp_path / "report.html").read_text()
-    write_final_report(tmp_path / "nothing")
-    assert "cannot write the report: ERROR: cannot read" in caplog.text
-    assert "bash run_sft.sh report" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,9 @@ def _killed(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("has_locks", [True, False])
-def test_an_unfinished_cache_of_a_killed_process_is_not_read(tmp_path, monkeypatch, has_locks):
+def test_an_unfinished_cache_of_a_killed_process_is_not_read(tmp_path, monkeypatch):
     """Without locks it stays: a container gives its processes the same numbers after each start."""
-    if not has_locks:
-        monkeypatch.setattr(fcntl, "flock", _no_locks)
+    monkeypatch.setattr(fcntl, "flock", _no_locks)
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
         killed.setattr(os, "rename", _killed)
@@ -71,5 +69,4 @@ def test_an_unfinished_cache_of_a_killed_process_is_not_read(tmp_path, monkeypat
         with pytest.raises(KeyboardInterrupt):
             run_rows(tmp_path, *good_rows(3))
     dataset = run_rows(tmp_path, *good_rows(3))
-    assert len(dataset) == 3
-    assert (_caches(tmp_path / "cache") == [dataset.directory]) == has_locks
+    assert len(dataset) == 3 and len(_caches(tmp_path / "cache")) == 2

@@ -9,8 +9,8 @@ from prepared import supervised
 
 from trainer.config import ConfigError
 from trainer.train.start.compose import load_config
-from trainer.train.start.inputs import prepare_data, source_at
-from trainer.train.start.preflight import find_files, read_chat_template
+from trainer.train.start.inputs import prepare_data_alone
+from trainer.train.start.preflight import read_chat_template
 
 USER = {"role": "user", "content": "How warm?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -66,13 +66,13 @@ def test_tokens_that_a_template_of_ours_needs_are_asked_for(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [USER, HI]}) + "\n")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     words = [f"data.train_files={tmp_path}/rows.jsonl", f"data.cache_dir={tmp_path}/cache"]
+    words += [f"model.partial_pretrain={tmp_path}", "model.random_weights=true"]
 
     def template_of(name: str) -> str | None:
         config = load_config([*words, "data.val_ratio=0", f"data.chat_template={name}"])
-        source = source_at(config, str(tmp_path), random_weights=True)
-        files = find_files(config)
-        return prepare_data(config, files, source, progress=lambda: None).chat_template
+        return prepare_data_alone(config).chat_template
 
     for name in ("llama3", "plain"):
         assert template_of(name) == ours(name)

@@ -72,17 +72,6 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return list(map(json.loads, path.read_text().splitlines()))
 
 
-def test_bad_rows_are_an_error_that_names_the_first_ones(tmp_path):
-    with pytest.raises(DataError) as error:
-        run_rows(tmp_path, BAD_FILE)
-    first, *bad, fix = str(error.value).splitlines()
-    kinds = "1 broken JSON, 1 over-long, 1 empty prompt"
-    assert first == f"3 of 6 rows cannot be trained on (3 can): {kinds}"
-    places = [line.partition(": ")[0].strip() for line in bad]
-    assert places == [f"{tmp_path}/rows.jsonl:{number}" for number in (2, 4, 5)]
-    assert "data.on_bad_row=skip" in fix and "data.truncation" in fix
-
-
 def test_bad_rows_skipped_are_counted_and_listed(tmp_path):
     dataset = run_rows(tmp_path, BAD_FILE, on_bad_row="skip")
     assert dataset.rows["line"].tolist() == [1, 3, 6]

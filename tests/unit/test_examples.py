@@ -12,10 +12,13 @@ import pytest
 import yaml
 
 from trainer import errors
+from trainer.launch.ranks import parse_arguments
+from trainer.train.start.compose import load_config
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "examples/slurm.sbatch"
 JOBSET = ROOT / "examples/kubernetes.yaml"
+KUBEFLOW = ROOT / "examples/kubeflow.yaml"
 FAKE_SRUN = """#!/usr/bin/env bash
 echo "$@" >>{calls}
 case {behaviour} in
@@ -23,6 +26,12 @@ case {behaviour} in
     *) exit {behaviour} ;;
 esac
 """
+
+
+def final_codes() -> list[int]:
+    """Return the exit codes that the same command cannot mend."""
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    return sorted(codes - {errors.EXIT_DONE, errors.EXIT_RESUMABLE})
 
 
 @pytest.fixture
@@ -84,7 +93,28 @@ def test_the_job_set_ends_on_codes_that_the_same_command_cannot_mend_and_restart
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and set(rule) == {"action", "onExitCodes"}
-    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
-    assert rule["onExitCodes"]["values"] == sorted(
-        codes - {errors.EXIT_DONE, errors.EXIT_RESUMABLE}
-    )
+    assert rule["onExitCodes"]["values"] == final_codes()
+
+
+def test_each_pod_of_kubeflow_has_its_place_and_only_resumable_ends_restart_the_job(tmp_path):
+    runtime, job = yaml.safe_load_all(KUBEFLOW.read_text(encoding="utf-8"))
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    (group,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pods = group["template"]["spec"]
+    (rule,) = pods["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["values"] == final_codes()
+    assert pods["template"]["spec"]["restartPolicy"] == "Never", "a pod failure policy needs it"
+
+    (container,) = pods["template"]["spec"]["containers"]
+    script = tmp_path / "run_sft.sh"
+    script.write_text('echo "$NNODES $NODE_RANK $MASTER_ADDR"; printf "%s\\n" "$@"\n')
+    shell, flag, text, *rest = container["command"]
+    command = [shell, flag, text.replace("/opt/sft/run_sft.sh", str(script)), *rest]
+    command += job["spec"]["trainer"]["args"]
+    place = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node-0-0.sft"}
+    done = subprocess.check_output(command, env={**os.environ, **place}, text=True)
+    found, *arguments = done.splitlines()
+    assert found == "2 1 node-0-0.sft"
+    num_ranks, overrides = parse_arguments(arguments)
+    assert num_ranks == runtime["spec"]["mlPolicy"]["torch"]["numProcPerNode"]
+    assert load_config(overrides).trainer.default_local_dir.startswith("/shared/")

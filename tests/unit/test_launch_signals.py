@@ -93,11 +93,3 @@ def test_a_stopped_agent_does_not_keep_a_run_whose_ranks_have_ended(tmp_path, mo
         os.kill(run.pid("agent"), signal.SIGSTOP)
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == (75, "")
-
-
-def test_kill_9_of_the_process_group_leaves_nothing(tmp_path):
-    with launched(tmp_path, agent=SLEEPING_AGENT) as run:
-        agent_pid = run.pid("agent")
-        assert os.getsid(agent_pid) == agent_pid != os.getsid(run.process.pid)
-        os.killpg(run.process.pid, signal.SIGKILL)
-        assert wait_until(lambda: not is_alive(agent_pid))

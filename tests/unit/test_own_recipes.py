@@ -50,15 +50,9 @@ def test_conf_of_the_working_directory_goes_before_ours():
     assert load_config(["experiment=gsm8k"]).optim.lr != 0.5
     write("conf/experiment/gsm8k.yaml")
     write("conf/experiment/mine.yaml")
-    assert (
-        load_config(["experiment=gsm8k"]).optim.lr
-        == load_config(["experiment=mine"]).optim.lr
-        == 0.5
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"(?s)no recipe 'nope' .*gsm8k, lora_qwen7b, mine, ",
-    ):
+    for name in ("gsm8k", "mine"):
+        assert load_config([f"experiment={name}"]).optim.lr == 0.5
+    with pytest.raises(ConfigError, match=r"(?s)no recipe 'nope' .*gsm8k, lora_qwen7b, mine, "):
         load_config(["experiment=nope"])
 
 
@@ -74,27 +68,9 @@ def test_without_a_word_the_environment_names_it_or_a_local_file_is_it(capsys, m
     assert with_recipe(["experiment=null"]) == ["experiment=null"]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("# optim: {lr: 1}\n", "recipe own.yaml contains no keys"),
-        ("optim: {lr: [", "recipe own.yaml, line 1: expected the node content"),
-        (
-            "optim:\n  lrr: 1\n",
-            "recipe own.yaml: unknown configuration key 'optim.lrr': did you mean 'optim.lr'",
-        ),
-    ],
-)
-def test_a_broken_one_is_refused_with_its_place(text, reason):
-    with pytest.raises(ConfigError) as raised:
-        load_config([f"experiment={write('own.yaml', text)}"])
-    assert reason in str(raised.value)
-
-
 def test_a_second_one_is_refused():
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=r"2 recipes .*\(experiment=gsm8k, experiment=mixture\)"):
         load_config(["experiment=gsm8k", "optim.lr=0.1", "experiment=mixture"])
-    assert "2 recipes are given (experiment=gsm8k, experiment=mixture)" in str(raised.value)
 
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -105,20 +81,19 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (LAUGHS, r"line 2: '\*a0' is a YAML alias"),
-        ("trainer: " + "[" * 5000 + "]" * 5000, "line 1: more than 64 levels of nesting"),
-        ("x" * (2**16 + 1), "at most 65536 are read"),
+        ("# optim: {lr: 1}\n", " contains no keys"),
+        ("optim: {lr: [", ", line 1: expected the node content"),
+        ("optim:\n  lrr: 1\n", ": unknown .* 'optim.lrr': did you mean 'optim.lr'"),
+        (LAUGHS, r": line 2: '\*a0' is a YAML alias"),
+        ("trainer: " + "[" * 5000 + "]" * 5000, ": line 1: more than 64 levels of nesting"),
+        ("x" * (2**16 + 1), ".*at most 65536 are read"),
     ],
-    ids=[
-        "billion laughs",
-        "lists",
-        "a large file",
-    ],
+    ids=range(6),
 )
-def test_one_made_to_exhaust_the_machine_is_refused_at_once(text, reason):
+def test_a_broken_one_is_refused_with_its_place_before_it_exhausts_the_machine(text, reason):
     path = write("own.yaml", text)
     started = time.process_time()
-    with pytest.raises(ConfigError, match=f"(?s)recipe {path}.*{reason}"):
+    with pytest.raises(ConfigError, match=f"recipe {path}{reason}"):
         load_config([f"experiment={path}"])
     assert time.process_time() - started < 2
 
@@ -141,7 +116,5 @@ def test_one_that_reads_the_environment_is_refused_and_a_command_line_is_not(
     with pytest.raises(ConfigError, match=r"recipe own\.yaml: ") as raised:
         load_config([f"experiment={path}"])
     assert "hunter2" not in str(raised.value)
-    assert (
-        load_config(["trainer.experiment_name=${oc.env:SECRET}"]).trainer.experiment_name
-        == "hunter2"
-    )
+    config = load_config(["trainer.experiment_name=${oc.env:SECRET}"])
+    assert config.trainer.experiment_name == "hunter2"
