@@ -163,11 +163,6 @@ def test_a_lock_on_a_file_removed_meanwhile_does_not_count(tmp_path, monkeypatch
         assert lock.is_held() and len(calls) == 2
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(CannotWriteError, match=r"cannot lock .*missing"):
-        RunLock(tmp_path / "missing").acquire(timeout_s=0)
-
-
 def test_a_file_system_without_locks_is_refused_unless_it_is_accepted(
     tmp_path, monkeypatch, caplog
 ):

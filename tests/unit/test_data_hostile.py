@@ -52,6 +52,7 @@ LINES: dict[bytes, str] = {
     b"{" * 100_000: "broken JSON: ",
     b"[" * 100_000: "broken JSON: maximum recursion depth",
     b"1" * 5000: "broken JSON: Exceeds the limit",
+    b'{"a": 1, "a": 2}': "broken JSON: an object has several values for the key 'a'",
     b"[1, 2]": "not an object: the row is a list",
     b"{}": "unrecognised columns: found no columns",
     b'{"prompt": "a", "completion": 3}': "unrecognised columns: found 'prompt', 'completion'",

@@ -21,13 +21,8 @@ def _no_locks(*_: Any) -> None:
 
 def _prepare(path: Path, cache: Path, has_locks: bool, results: Any) -> None:
     """Put the fingerprint of the rows, and whether this process prepared them."""
-    flock = fcntl.flock
-
-    def limited(descriptor: int, operation: int) -> None:
-        is_in_cache = os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(cache))
-        (_no_locks if is_in_cache and not has_locks else flock)(descriptor, operation)
-
-    fcntl.flock = limited  # type: ignore[assignment]
+    if not has_locks:
+        fcntl.flock = _no_locks  # type: ignore[assignment]
     with patch.object(token_cache, "write_samples", wraps=token_cache.write_samples) as written:
         fingerprint = run(path, cache=cache).summary.fingerprint
     results.put((fingerprint, written.called))

@@ -49,13 +49,6 @@ def test_lines_may_be_packed_and_have_bom_crlf_blank_lines_and_no_final_newline(
     assert rows == [(1, {"a": 1}), (4, {"a": "🙂"})]
 
 
-def test_of_a_repeated_key_no_value_is_dropped_without_a_word(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a", "id": 1, "text": "b"}')
-    [row] = iter_rows(path, ())
-    assert "an object has several values for the key 'text'" in str(row.problem)
-
-
 PAIR = RowKeys(prompt_key="extra.question", response_key="extra.answer")
 SYSTEM = '{"role": "system", "content": "be kind"}'
 CALL = '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}'
@@ -144,13 +137,10 @@ def test_plain_text_is_trained_behind_its_prompt_or_the_tokenizers_beginning(
     assert marked(row, with_bos() if has_bos else TOKENIZER, keys) == [expected]
 
 
-def test_special_tokens_in_a_text_are_refused_or_parsed_as_asked():
+def test_special_tokens_in_a_text_are_parsed_as_asked():
     row = {"text": "<s>one <|im_start|>"}
-    tokenizer = with_bos()
-    [reason] = marked(row, tokenizer, TEXT)
-    assert reason.startswith("special token in content: the text contains '<s>'; remove it, or set")
-    parse = marked(row, tokenizer, TEXT, special_in_content="parse")
-    assert parse == ["[[<s>one <|im_start|></s>]]"]
+    parsed = marked(row, with_bos(), TEXT, special_in_content="parse")
+    assert parsed == ["[[<s>one <|im_start|></s>]]"]
 
 
 def test_two_lists_of_messages_train_the_second():

@@ -77,12 +77,10 @@ def test_the_device_skips_exactly_the_steps_that_are_severe(loss):
         if rng.random() < 0.2:
             values["train/loss"] *= rng.choice([1.4, 1.6, 3.0, 10.0])
             values["train/grad_norm"] *= rng.choice([1.0, 4.0, 8.0, 200.0])
-        for key, limit in (
-            ("train/loss", limits.loss_with_grad),
-            ("train/grad_norm", limits.grad_with_loss),
-        ):
+        at = {"train/loss": limits.loss_with_grad, "train/grad_norm": limits.grad_with_loss}
+        for key, limit in at.items():
             if limit < math.inf and rng.random() < 0.1:
-                values[key] = limit if rng.random() < 0.5 else math.nextafter(limit, math.inf)
+                values[key] = rng.choice([limit, math.nextafter(limit, math.inf)])
         loss_and_norm = torch.tensor(list(values.values())[:2], dtype=torch.float64).unbind()
         expected = bool(is_left_out(*loss_and_norm, limits))
         found = any(event.level is Level.SEVERE for event in detector.observe(step, values))

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from checkpoint_fakes import commit
@@ -26,21 +27,13 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 QUESTIONS = [Question(str(i), [i], i % 3, f"q:{i}") for i in range(100)]
 
 
-class Killed(BaseException):
-    """Simulates a kill: no code after it runs."""
-
-
 def answers(export: Path, prompts: Sequence[Sequence[int]], _: int) -> list[str]:
     """Stands for an engine: answer with the number modulo 4."""
     return [str(number % 4) for (number,) in prompts]
 
 
-def killed(*_: object) -> list[str]:
-    raise Killed
-
-
 ASKED = Evaluation("quiz", QUESTIONS, [*map(exact, QUESTIONS)], "exact", "fake", answers, 8)
-KILLED = replace(ASKED, generate=killed)
+KILLED = replace(ASKED, generate=Mock(side_effect=KeyboardInterrupt))
 
 
 def run_with(root: Path, *steps: int) -> Path:
@@ -62,7 +55,7 @@ def record(run_dir: Path, *words: str) -> None:
 def test_after_a_kill_it_asks_again_and_writes_every_sample_once(tmp_path):
     run_dir = run_with(tmp_path, 10)
     (info,) = layout.committed(run_dir)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         evaluate(run_dir, info, KILLED)
     (run_dir / FILE_NAME).write_text('{"kind":"sample","step":10,"ind')  # torn
     summary = evaluate(run_dir, info, ASKED)

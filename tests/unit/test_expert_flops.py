@@ -46,19 +46,11 @@ def test_a_token_costs_its_own_experts_and_the_shared_ones(name):
         model(input_ids=torch.arange(TOKENS)[None]).logits.sum().backward()
     cost = flops.step_flops(model)
     assert cost is not None
-    counts = {
-        "num_loss_tokens": TOKENS,
-        "num_tokens": TOKENS,
-        "num_samples": 1,
-        "lengths": (TOKENS,),
-    }
-    step = StepBatch(step=1, epoch=0, micro_batches=(), **counts)
+    step = StepBatch(1, 0, (), TOKENS, TOKENS, num_samples=1, lengths=(TOKENS,))
     assert cost.of(step) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_experts_chosen_by_an_unknown_number_are_not_guessed(
-    monkeypatch,
-):
+def test_experts_chosen_by_an_unknown_number_are_not_guessed(monkeypatch):
     model = small_model("gpt_oss")
     monkeypatch.setattr(flops, "num_chosen", lambda config: None)
     assert flops.step_flops(model) is None

@@ -55,7 +55,6 @@ def test_without_samples_or_with_fewer_tokens_than_ranks_there_is_padding():
     assert (batch.share(1, 2).seqlens, batch.share(1, 2).num_tokens) == ((1, 1), 0)
     shares = [pack(FIXED, [2]).share(rank, 5) for rank in range(5)]
     assert [share.num_tokens for share in shares] == [1, 1, 1, 0, 0]
-    assert [share.num_loss_tokens for share in shares] == [1, 1, 0, 0, 0]
     assert [share.position_ids_T.tolist() for share in shares] == [[0], [1], [2], [0], [1]]
     assert {(share.seqlens, share.sample_ids) for share in shares} == {((3, 2), (2,))}
 

@@ -29,7 +29,7 @@ from sweeps import some
 from trainer.checkpoint import fsio, layout, rollback
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.storage import StorageError
-from trainer.errors import CannotWriteError, ResumableError
+from trainer.errors import CannotWriteError
 from trainer.runtime.evaluations import read_summaries
 from trainer.tools.mirror.contents import RUN_FILES
 
@@ -72,40 +72,6 @@ def is_in(storage: FaultyStorage, step: int) -> bool:
         if name.startswith(place)
     }
     return found.pop(RUN_FILES, None) is not None and found == expected_files(f"global_step_{step}")
-
-
-def test_what_another_upload_left_is_removed_before_a_new_one(run_dir):
-    storage = FaultyStorage({14: "killed after"})
-    save(run_dir, 2)
-    with pytest.raises(Killed):
-        uploader(run_dir, storage).sync()
-    storage.revive()
-    storage._put(f"{URL}/global_step_2/optim_world_size_4_rank_3.pt", b"of other ranks")
-    uploader(run_dir, storage).sync()
-    assert is_in(storage, 2)
-
-
-def test_a_download_that_ends_early_is_read_again(run_dir, tmp_path):
-    storage = mirrored(run_dir, 2, 4)
-    for at in range(1, 30):
-        storage.faults = {storage.count + at: "cut"}
-        with suppress(ResumableError):
-            new = tmp_path / str(at)
-            assert restored(new, storage) == new / "global_step_4"
-            assert (new / "metrics.jsonl").exists()
-
-
-def test_what_a_rollback_discarded_stays_until_its_target_is_up(run_dir, tmp_path):
-    storage = mirrored(run_dir, 4, 6, 8)
-    own = uploader(run_dir, storage)
-    own.sync()
-    roll_back(run_dir, 4)
-    storage.faults = {storage.count + 6: "refused"}
-    with pytest.raises(StorageError):
-        own.sync()
-    assert restored(tmp_path / "new", storage)
-    own.sync()
-    assert steps_in(storage) == [4]
 
 
 EVALUATED = '{"kind":"summary","name":"eval/acc","step":6,"mean":0.61}\n'
