@@ -97,14 +97,14 @@ def save(run_dir: Path, *steps: int, nonce: str = "") -> None:
         layout.publish(run_dir, step)
 
 
-def write_unfinished(run_dir: Path, step: int, *, world_size: int = 2) -> Path:
+def write_unfinished(run_dir: Path, step: int) -> Path:
     """A directory without a manifest, as another trainer leaves it."""
     path = run_dir / layout.step_dir_name(step)
     path.mkdir(parents=True)
-    (path / "fsdp_config.json").write_text(f'{{"FSDP_version": 2, "world_size": {world_size}}}')
-    for rank in range(world_size):
+    (path / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
+    for rank in range(WORLD_SIZE):
         for file in (layout.model_file, layout.optim_file, layout.extra_file):
-            (path / file(world_size, rank)).write_bytes(b"weights")
+            (path / file(WORLD_SIZE, rank)).write_bytes(b"weights")
     return path
 
 

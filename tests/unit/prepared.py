@@ -5,18 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizer_fixtures as fixtures
 from tokenizer_fixtures import make_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
-from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.chat import RowEncoder
 from trainer.data.formats import Conversation, Item, RowParser
 from trainer.data.rows import PrepareOptions, Row, Summary, UnusableError
-from trainer.data.samples import Samples, TokenDataset
-from trainer.data.show import announce, preview
+from trainer.data.samples import TokenDataset
+from trainer.data.show import preview
 from trainer.data.token_cache import prepare
 from trainer.data.tokens import Encoded, tokenizer_digest
 
@@ -58,28 +56,6 @@ def run_rows(directory: Path, *rows: Any, **changes: Any) -> TokenDataset:
     """Prepare rows in a file of the directory, with changes of `OPTIONS`."""
     path = write_rows(directory / "rows.jsonl", *rows)
     return run(path, replace(OPTIONS, **changes), cache=directory / "cache")
-
-
-def announced(
-    train: Samples,
-    validation: Samples | None,
-    tokenizer: PreTrainedTokenizerBase,
-    caplog: pytest.LogCaptureFixture,
-) -> list[str]:
-    """The lines that announce samples at the start of a run on one rank."""
-    caplog.clear()
-    caplog.set_level("INFO")
-    announce(
-        train,
-        validation,
-        schedule=Schedule(train.shares, batch_size=2, seed=1),
-        plan=RankPlan(data_rank=0, num_data_ranks=1, limits=Limits(None, None), quadratic_cost=0.0),
-        total_steps=1,
-        tokenizer=tokenizer,
-        lr="",
-        device="CPU",
-    )
-    return list(caplog.messages)
 
 
 def encoded(

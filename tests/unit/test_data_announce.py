@@ -2,15 +2,37 @@
 
 from dataclasses import replace
 
+import pytest
 import tokenizer_fixtures as fixtures
-from prepared import CHATS, OPTIONS, announced, good_rows, run, run_rows, write_rows
+from prepared import CHATS, OPTIONS, good_rows, run, run_rows, write_rows
 
+from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.formats import vocabulary_digest
 from trainer.data.samples import Samples, SourceSamples
+from trainer.data.show import announce
 
 ASK = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}
 THINKING = {**ANSWER, "reasoning_content": "hm", "rating": 5}
+
+
+def announced(
+    caplog: pytest.LogCaptureFixture, train: Samples, validation: Samples | None = None
+) -> str:
+    """Return the lines that announce samples at the start of a run on one rank."""
+    caplog.clear()
+    caplog.set_level("INFO")
+    announce(
+        train,
+        validation,
+        schedule=Schedule(train.shares, batch_size=2, seed=1),
+        plan=RankPlan(0, 1, Limits(None, None), 0.0),
+        total_steps=1,
+        tokenizer=fixtures.make_tokenizer(),
+        lr="",
+        device="CPU",
+    )
+    return caplog.text
 
 
 def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, caplog):
@@ -21,8 +43,7 @@ def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, ca
 
     def lines(template: str) -> str:
         prepared = run(path, options, cache=tmp_path, template=template)
-        samples = Samples([prepared.whole("rows")])
-        return "\n".join(announced(samples, None, fixtures.make_tokenizer(), caplog))
+        return announced(caplog, Samples([prepared.whole("rows")]))
 
     plain = lines(fixtures.CHATML)
     apart = lines(fixtures.QWEN3)
@@ -41,8 +62,7 @@ def test_the_start_warns_about_validation_samples_that_are_also_trained(tmp_path
     train, held_out = rows.split(0.4, seed=1)
 
     def lines(validation: SourceSamples) -> str:
-        samples = Samples([train]), Samples([validation])
-        return "\n".join(announced(*samples, fixtures.make_tokenizer(), caplog))
+        return announced(caplog, Samples([train]), Samples([validation]))
 
     assert "about 100% of the validation samples are also training samples" in lines(train)
     assert "about 56% of the validation samples" in lines(rows)

@@ -1,6 +1,8 @@
 """Tests of accepted data files, and of those that are refused at once with a fix."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 

@@ -35,19 +35,6 @@ FIXED: Any = SimpleNamespace(
 """Three documents written out by hand."""
 
 
-def test_pack_by_hand():
-    batch = pack(FIXED, [0, 1, 2])
-    assert batch.input_ids_T.tolist() == [10, 11, 12, 13, 20, 30, 31, 32]
-    assert batch.labels_T.tolist() == [11, -100, 13, -100, -100, 31, 32, -100], (
-        "a last token predicts nothing"
-    )
-    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 0, 0, 1, 2]
-    assert batch.cu_seqlens_D1.tolist() == [0, 4, 5, 8]
-    assert batch.supervised_S.tolist() == [0, 2, 5, 6]
-    assert (batch.seqlens, batch.max_seqlen, batch.num_tokens) == ((4, 1, 3), 4, 8)
-    assert (batch.num_loss_tokens, batch.sample_ids) == (4, (0, 1, 2))
-
-
 def test_without_samples_or_with_fewer_tokens_than_ranks_there_is_padding():
     batch = pack(FIXED, [])
     assert (batch.input_ids_T.tolist(), batch.labels_T.tolist()) == ([0], [-100])

@@ -110,10 +110,7 @@ def test_results_of_a_checkpoint_that_is_already_up_are_restored(kind, run_dir, 
     own.sync()
     assert restored(tmp_path / "new", storage).name == "global_step_6"
     assert has_all_results(tmp_path / "new")
-    num_done = storage.count
-    for path in (run_dir, tmp_path / "new"):
-        uploader(path, storage).sync()
-    assert not own.is_behind and storage.count > num_done
+    assert not own.is_behind
     (run_dir / "evaluations.jsonl").write_text(EVALUATED.replace("0.61", "0.62"))
     assert own.is_behind
 

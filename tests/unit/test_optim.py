@@ -161,10 +161,8 @@ def test_every_parameter_has_its_own_rate_and_decay(
         is_matrix = kind == "muon" and name in MATRICES
         moments = {"momentum_buffer"} if is_matrix else {"step", "exp_avg", "exp_avg_sq"}
         assert set(optimizer.state[parameter]) == moments, name
-        scale = 1.0
-        decay = 0.3 * (name in DECAYED)
-        if groups:
-            scale, decay = GROUPED.get(name, (scale, decay))
+        usual = 1.0, 0.3 * (name in DECAYED)
+        scale, decay = GROUPED.get(name, usual) if groups else usual
         expected = plain_steps(
             before[name],
             gradients[name],
