@@ -13,24 +13,20 @@ from trainer.checkpoint.manifest import MANIFEST
 from trainer.runtime.text import readable
 
 
-def test_ls_shows_each_checkpoint_and_the_one_a_resume_takes(run_dir, call):
-    code, out, err = call("ls", run_dir)
+def test_ls_shows_each_checkpoint_why_it_is_not_usable_and_the_one_a_resume_takes(run_dir, call):
     size = readable(sum(map(len, files_of(run_dir / "global_step_2").values())))
     facts = f"committed {size} 2 1.5000 2026-01-01T00:00:00"
-    assert (code, err) == (0, "") and out.splitlines()[0] == str(run_dir)
-    assert rows(out) == [f"2 {facts}", f"4 {facts}", f"6 {facts} pointer, resumes from here"]
-
-
-def test_ls_says_why_a_checkpoint_is_not_usable(run_dir, call):
     (run_dir / "global_step_4" / "data.pt").write_bytes(b"")
     write_unfinished(run_dir, 5)
     commit(run_dir, 8)
-    out = call("ls", run_dir)[1]
+    code, out, err = call("ls", run_dir)
+    assert (code, err) == (0, "") and out.splitlines()[0] == str(run_dir)
     table = dict(row.split(" ", 1) for row in rows(out))
     assert list(table) == ["2", "4", "5", "6", "8"]
     assert table["4"].startswith("incomplete") and "data.pt has 0 bytes" in table["4"]
     assert table["5"].startswith("incomplete") and "no manifest.json" in table["5"]
-    assert table["6"].endswith("00 pointer") and table["8"].endswith("00 resumes from here")
+    assert (table["2"], table["6"]) == (facts, f"{facts} pointer")
+    assert table["8"].endswith("00 resumes from here")
     assert "the run died after saving global_step_8" in out
 
 

@@ -86,9 +86,7 @@ def test_vllm_is_not_asked_for_modules_that_it_would_leave_out(export):
     (export / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"modules_to_save.\nFix: .*checkpoint export"):
         ask_vllm(export, {}, python="python3")
-
-
-def test_an_adapter_whose_settings_cannot_be_read_is_not_taken_for_a_whole_model(export):
+    # nor is it taken for a whole model
     (export / "adapter_config.json").write_text("{")
     with pytest.raises(json.JSONDecodeError):
         ask_vllm(export, {}, python="python3")

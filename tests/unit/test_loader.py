@@ -26,24 +26,19 @@ TWO_EPOCHS = 6
 UNLIMITED = Limits(None, None)
 
 
-IDS = [[10, 11, 12, 13], [20], [30, 31, 32]]
-MASKS = [[False, True, False, True], [True], [True, True, True]]
-FIXED: Any = SimpleNamespace(
-    sample=lambda index: (np.array(IDS[index], dtype=np.int32), np.array(MASKS[index])),
-    source_of=np.zeros_like,
+SHORT: Any = SimpleNamespace(
+    sample=lambda index: (np.arange(3), np.ones(3, dtype=bool)), source_of=np.zeros_like
 )
-"""Three documents written out by hand."""
+"""Documents of three tokens."""
 
 
 def test_without_samples_or_with_fewer_tokens_than_ranks_there_is_padding():
-    batch = pack(FIXED, [])
-    assert (batch.input_ids_T.tolist(), batch.labels_T.tolist()) == ([0], [-100])
-    assert (batch.num_tokens, batch.num_loss_tokens, batch.sample_ids) == (0, 0, ())
-    assert (batch.share(1, 2).seqlens, batch.share(1, 2).num_tokens) == ((1, 1), 0)
-    shares = [pack(FIXED, [2]).share(rank, 5) for rank in range(5)]
+    empty = pack(SHORT, []).share(1, 2)
+    assert (empty.seqlens, empty.num_tokens) == ((1, 1), 0)
+    shares = [pack(SHORT, [7]).share(rank, 5) for rank in range(5)]
     assert [share.num_tokens for share in shares] == [1, 1, 1, 0, 0]
     assert [share.position_ids_T.tolist() for share in shares] == [[0], [1], [2], [0], [1]]
-    assert {(share.seqlens, share.sample_ids) for share in shares} == {((3, 2), (2,))}
+    assert {(share.seqlens, share.sample_ids) for share in shares} == {((3, 2), (7,))}
 
 
 def plan_of(rank: int, world_size: int, limits: Limits = UNLIMITED) -> RankPlan:

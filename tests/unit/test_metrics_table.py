@@ -10,7 +10,6 @@ from acceptance.table import all_lines
 from trainer.tools.report.vocabulary import meaning
 from trainer.tracking import Tracking, metrics, read_metrics
 from trainer.tracking.metrics import FOREIGN, METRICS
-from trainer.tracking.metrics.words import Metric
 
 RL_KEYS = """
 S0.11 train/reward_total_mean train/reward_total_std train/reward_total_min train/reward_total_max
@@ -62,12 +61,6 @@ S4.27 time/actor_train/generate/total time/actor_train/compute_log_probs/execute
 """An acceptance line marked F, then its keys as other trainers log them, in each line."""
 
 
-def found(key: str) -> Metric:
-    metric = meaning(key)
-    assert metric.meaning != "Unknown metric.", key
-    return metric
-
-
 def test_every_line_for_rl_has_its_keys_here():
     lines = {name for name, marks in all_lines().items() if "F" in marks}
     assert lines - set(RL_KEYS.split()) == set()
@@ -80,7 +73,7 @@ def test_every_line_for_rl_has_its_keys_here():
 )
 def test_keys_of_reinforcement_learning_are_known_and_can_be_logged(tmp_path):
     keys = {word for word in RL_KEYS.split() if not re.fullmatch(r"S[\d.]+", word)}
-    assert [key for key in keys if found(key).key not in FOREIGN] == []
+    assert [key for key in keys if meaning(key).key not in FOREIGN] == []
     tracking = Tracking("project", "experiment", [], {}, run_dir=tmp_path, total_steps=1)
     tracking.log(dict.fromkeys(keys, 0.5), step=1)
     tracking.finish(0)
