@@ -67,8 +67,6 @@ NEVER_STEP_0: list[Callable[[Path], object]] = [
     lambda run: (run / "global_step_10").touch(),
     lambda run: (run / "global_step_10").symlink_to(commit(run.parent, 10)),
     lambda run: (commit(run, 10) / MANIFEST).write_text("{"),
-    lambda run: (commit(run, 10) / "fsdp_config.json").unlink(),
-    lambda run: os.truncate(commit(run, 10) / "data.pt", 1),
     lambda run: layout.quarantine(commit(run, 10), "hash"),
 ]
 

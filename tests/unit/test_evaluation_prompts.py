@@ -45,13 +45,14 @@ ROWS = {
     "instruction": ({"instruction": "what is 2 + 2?", "output": "4"}, ()),
     "another template": ({"messages": CHAT}, ("data.chat_template=chatml",)),
 }
+ASKING = ["--score", "exact", "--engine", "vllm"]
 Ask = Callable[..., int]
 
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch) -> tuple[Path, list[dict[str, Any]], Ask]:
     """A run directory with a checkpoint, the jobs that vLLM gets, and a function that evaluates
-    with the words of a run and of the command.
+    after a run with the given row and words, optionally with a question from a file.
     """
     jobs: list[dict[str, Any]] = []
     run_dir = tmp_path / "run"
@@ -60,7 +61,7 @@ def asked(tmp_path, monkeypatch) -> tuple[Path, list[dict[str, Any]], Ask]:
         jobs.append(job)
         return {"ids": [[5]] * len(job["ids"]), "version": "0"}
 
-    def evaluate(row: Any, words: tuple[str, ...], *more: str) -> int:
+    def evaluate(row: Any, words: tuple[str, ...], question: Any = None) -> int:
         model = tmp_path / "model"
         model.mkdir()
         write_model_config(model)
@@ -75,7 +76,11 @@ def asked(tmp_path, monkeypatch) -> tuple[Path, list[dict[str, Any]], Ask]:
         (export / "model.safetensors").write_bytes(b"")
         tree = {"config": config.resolved, "project_name": "a", "experiment_name": "b"}
         (run_dir / "run.json").write_text(json.dumps(tree))
-        return command.main([str(run_dir), "--score", "exact", "--engine", "vllm", *more])
+        more = []
+        if question is not None:
+            (tmp_path / "q.jsonl").write_text(json.dumps(question | {"answer": "a"}))
+            more = ["--prompts", f"{tmp_path}/q.jsonl"]
+        return command.main([str(run_dir), *ASKING, *more])
 
     monkeypatch.setattr(engines, "require_vllm", lambda python: None)
     monkeypatch.setattr(engines, "ask_vllm", served)
@@ -123,26 +128,21 @@ AS_CHAT = f"<|im_start|>user\n{AS_TEXT}<|im_end|>\n<|im_start|>assistant\n"
     ],
 )
 def test_a_question_without_an_answer_is_asked_as_the_run_was_trained(
-    asked, tmp_path, trained, words, row, expected
+    asked, trained, words, row, expected
 ):
     """After training on `prompt` and `completion` as plain text, it was asked as a chat."""
     _, jobs, evaluate = asked
-    questions = tmp_path / "q.jsonl"
-    questions.write_text(json.dumps(row | {"answer": "a"}))
-    assert evaluate(trained, words, "--prompts", str(questions)) == 0
+    assert evaluate(trained, words, row) == 0
     assert make_tokenizer().decode(jobs[0]["ids"][0]) == expected
 
 
 def test_questions_of_a_file_need_no_base_model(asked, tmp_path):
     """It may be gone, but the export has the tokenizer and the template of the run."""
     run_dir, jobs, evaluate = asked
-    questions = tmp_path / "q.jsonl"
-    questions.write_text(json.dumps({"prompt": "what?", "answer": "a"}))
-    words = ("--prompts", str(questions))
-    assert evaluate({"messages": CHAT}, (), *words) == 0
+    assert evaluate({"messages": CHAT}, (), PROMPT) == 0
     shutil.rmtree(tmp_path / "model")
     (run_dir / "evaluations.jsonl").unlink()
-    assert command.main([str(run_dir), "--score", "exact", "--engine", "vllm", *words]) == 0
+    assert command.main([str(run_dir), *ASKING, "--prompts", f"{tmp_path}/q.jsonl"]) == 0
     assert jobs[0]["ids"] == jobs[1]["ids"]
 
 
@@ -158,8 +158,6 @@ def test_questions_of_a_file_need_no_base_model(asked, tmp_path):
 )
 def test_a_row_that_cannot_be_asked_is_named(asked, tmp_path, capsys, row, said):
     _, jobs, evaluate = asked
-    questions = tmp_path / "q.jsonl"
-    questions.write_text(json.dumps(row | {"answer": "a"}))
-    assert evaluate({"messages": CHAT}, (), "--prompts", str(questions)) == 65
+    assert evaluate({"messages": CHAT}, (), row) == 65
     found = capsys.readouterr().err
-    assert f"{questions}:1: " in found and said in found and "Fix:" in found and not jobs
+    assert f"{tmp_path}/q.jsonl:1: " in found and said in found and "Fix:" in found and not jobs
