@@ -180,7 +180,6 @@ def test_a_rule_acts_where_its_limit_is_exceeded_for_long_enough(rule, series, e
 @pytest.mark.parametrize(
     ("rule", "hint"),
     [
-        (GuardRule("train/gradnorm", above=3), "did you mean 'train/grad_norm'"),
         (GuardRule("val/loss", above=3), "cannot read"),
         (GuardRule("train/loss", above=1, below=2), "'above' or 'below'"),
         (GuardRule(KEY, above=1, action="skip"), "skip"),

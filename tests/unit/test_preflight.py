@@ -33,7 +33,6 @@ def write_model(directory: Path, **changes: str | None) -> Path:
 
 MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the message
     "data.train_files=nope.jsonl": (65, "'nope.jsonl'"),
-    "data.train_files=rows.csv": (65, "'rows.csv'"),
     "data.train_files=empty.jsonl": (65, "'empty.jsonl'"),
     "data.train_files=[{files:rows.jsonl,chat_template:nope.jinja}]": (2, "nope.jinja"),
     "data.chat_template=nope.jinja": (2, "data.chat_template=nope.jinja: No such file"),
@@ -48,10 +47,8 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
         2,
         "run `hf download some/model` on a machine with a network",
     ),
-    "experiment=broken.yaml": (2, "recipe broken.yaml, line 2"),
     "--experiment=gsm8k": (2, "is not of the form key=value"),
     "learning_rate=1e-5": (2, "docs/coming_from.md"),
-    "trainer.logger=comet": (2, "'trainer.logger' must be one of"),
     "trainer.logger=mlflow": (2, "'alembic>=1.13'"),
     "trainer.guard.rules=[{metric: train/los, above: 3}]": (2, "did you mean 'train/loss'"),
     "trainer.resume_mode=resume_path\ttrainer.resume_from_path=gone/global_step_4": (
@@ -72,7 +69,6 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path,
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jinja").write_text(" \n")
-    (tmp_path / "broken.yaml").write_text("data: [1\nmodel: {\n")
     (tmp_path / "old" / "global_step_3").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text(
