@@ -7,13 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_fakes import save
+from checkpoint_fakes import rewrite_manifest, save
 from ranks import run_ranks
+from toy import ToySamples
 from toy_runs import Recipe, begin, trainer_config
 
 from trainer.checkpoint import layout, rollback
 from trainer.config import ConfigError
-from trainer.runtime.progress import Rollbacks
+from trainer.data.batch_plan import Schedule, Share
+from trainer.data.loader import TrainLoader
+from trainer.runtime.progress import History, Position, Rollbacks
+
+
+def test_a_rollback_that_was_only_decided_is_completed(tmp_path):
+    save(tmp_path, 10, 30)
+    target = layout.inspect(tmp_path / "global_step_10")
+    decided = rollback.decide(
+        tmp_path, target, onset=30, found_step=32, last_step=90, reason="diverged"
+    )
+    assert decided.skipped_steps == frozenset(range(22, 41))
+    # as if killed right after deciding
+    (tmp_path / ".discarded_global_step_30.0").rename(tmp_path / "global_step_30")
+    layout.publish(tmp_path, 30)
+    rollback.complete(tmp_path)
+    assert rollback.read(tmp_path) == decided and layout.read_pointer(tmp_path).step == 10
+    assert [info.step for info in layout.checkpoints(tmp_path)] == [10]
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"rollbacks": [{"onset": 1}]}', '{"rollbacks": [1]}'])
@@ -32,6 +50,18 @@ def rollbacks_at_start(
     begun.lock.release()
     assert rollback.read(run_dir) == begun.rollbacks
     return begun.rollbacks
+
+
+def test_no_run_returns_to_before_steps_of_another_batch_size(tmp_path):
+    """Steps 21 to 40 trained 8 samples each, all others 4."""
+    save(tmp_path, 10, 20, 50)
+    rewrite_manifest(tmp_path / "global_step_50", lambda tree: tree.update(samples_consumed=280))
+    schedule = Schedule((Share(1000),), 4, seed=0, start=Position(60, 0, 320))
+    batches = TrainLoader(ToySamples(), plan=None, schedule=schedule, total_steps=90, num_workers=0)  # type: ignore[arg-type]
+    found = rollback.candidates(
+        tmp_path, onset=80, history=History(), fingerprints={}, leads_here=batches.follows
+    )
+    assert [info.step for info in found] == [50]
 
 
 def test_another_directory_takes_over_the_rollbacks_before_its_checkpoint(tmp_path):
