@@ -46,6 +46,11 @@ def put(key: str, where: slice | int | list[int], values: Any) -> Change:
     return change
 
 
+def fill(key: str, values: Any) -> Change:
+    """Replace all points of a metric."""
+    return put(key, slice(None), values)
+
+
 def times(key: str, factors: Any) -> Change:
     """Multiply a metric."""
     return lambda log: changed(log, **{key: column(log, key) * factors})
@@ -120,16 +125,16 @@ CHANGES: dict[str, dict[str, Change]] = {
         "loss_nonfinite": put("train/loss", 500, np.nan),
         "loss_zero": put("train/loss", slice(900, 920), 0.0),
         "loss_start_high": put("train/loss", slice(0, 10), 6.0),
-        "loss_not_falling": put("train/loss", slice(None), FLAT),
+        "loss_not_falling": fill("train/loss", FLAT),
         "loss_diverging": times("train/loss", 1 + 0.002 * (STEPS - 1500).clip(0)),
-        "loss_oscillating": put("train/loss", slice(None), 1.2 * np.exp(RNG.normal(0, 0.9, 2000))),
+        "loss_oscillating": fill("train/loss", 1.2 * np.exp(RNG.normal(0, 0.9, 2000))),
         "loss_spike": put("train/loss", 1000, 5.0),
         "loss_final": times("train/loss", 0.05),
         "jitter_normal": times("train/loss", np.exp(RNG.normal(0, 0.25, 2000))),
         "grad_range": times("train/grad_norm", 40.0),
         "grad_high": put("train/grad_norm", slice(1000, 1015), 200.0),
         "grad_vanish": put("train/grad_norm", slice(1000, 1050), 1e-4),
-        "lr_schedule": put("train/lr", slice(None), 1e-5),
+        "lr_schedule": fill("train/lr", 1e-5),
         "loss_jump": times("train/loss", 1 + 0.2 * np.exp((900 - STEPS) / 200) * (STEPS > 900)),
         "lr_too_high": put("train/grad_norm", [300, 400, 500], 40.0),
         "val_rising": validated(np.concatenate([EVALS[:16], [1.2, 1.3, 1.35, 1.4]])),
@@ -139,13 +144,13 @@ CHANGES: dict[str, dict[str, Change]] = {
         "time_growth": times("train/time(s)", np.linspace(1, 1.4, 2000)),
         "time_high": put("train/time(s)", slice(505, 507), 60.0),
         "time_periodic": put("train/time(s)", slice(99, None, 100), 9.0),
-        "data_bound": put("time/train/data_s", slice(None), 0.5),
+        "data_bound": fill("time/train/data_s", 0.5),
         "gpu_util": times("system/gpu_util", 0.6),
         "oom_nccl": but(events=NCCL),
         "memory": times("memory/cpu/rss_gib", np.linspace(1, 1.5, 2000)),
         "ckpt_complete": but(checkpoints=(CheckpointState(2000, Path("run"), 1, ("no weights",)),)),
         "run_complete": but(total_steps=3000),
-        "truncation": put("data/truncated_frac", slice(None), 0.1),
+        "truncation": fill("data/truncated_frac", 0.1),
         "insufficient": _too_short,
         "restarts": but(events=(LogEvent(700, "rollback", "the guard went back", "warn"),)),
         "val_leak": validated(EVALS - 0.6),
@@ -166,16 +171,16 @@ CHANGES: dict[str, dict[str, Change]] = {
         "clip_ratio": times("clip_ratio/region_mean", 3.0),
         "reward_drop": both(put("kl", slice(600, 603), 9.0), put("reward", slice(601, 603), 0.3)),
         "reward_hacking": _format_hacking,
-        "adv_shape": put("train/adv_std", slice(None), 0.01),
+        "adv_shape": fill("train/adv_std", 0.01),
         "entropy_collapse": times("train/entropy", np.linspace(1, 0.05, 1200)),
         "entropy_rise": times("train/entropy", np.geomspace(1, 10, 1200)),
-        "reward_clip": put("critic/reward_clip_frac", slice(None), 0.5),
+        "reward_clip": fill("critic/reward_clip_frac", 0.5),
         "value_network": _value_network,
     },
     "controller": {
         "reward_trend": times("reward_mean", np.linspace(1, -8, 30)),
         "accuracy": times("accuracy_mean", 0.0),
-        "budget": put("budget_violation_rate", slice(None), 0.7),
+        "budget": fill("budget_violation_rate", 0.7),
         "val_results": _held_out_collapse,
     },
 }

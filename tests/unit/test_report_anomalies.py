@@ -128,11 +128,7 @@ def test_the_configuration_is_quoted_as_evidence():
 def test_the_schedule_is_recognised_and_the_rate_called_too_high():
     report = report_of(0)
     rate = report.learning_rate
-    assert rate is not None and (rate.schedule, rate.peak, rate.warmup_steps) == (
-        "cosine",
-        5e-5,
-        300,
-    )
+    assert (rate.schedule, rate.peak, rate.warmup_steps) == ("cosine", 5e-5, 300)
     assert rate.anomalies_at_high_share == 1.0
     assert rate.high_share > 0.9, "it stays near its peak nearly to the end"
     assert "too high" in finding(report, "lr_too_high").title
@@ -156,8 +152,7 @@ def test_all_31_metrics_are_listed_in_their_groups_with_what_this_run_shows():
     assert metrics["completions/clipped_ratio"].direction == "down"
     assert metrics["reward"].direction == metrics["rewards/PlaneMatchString/mean"].direction == "up"
     shortest = metrics["completions/min_length"]
-    mean = metrics["completions/mean_length"]
-    assert (shortest.maximum, shortest.maximum_step, mean.maximum) == (379, 2825, 481)
+    assert (shortest.maximum, shortest.maximum_step) == (379, 2825)
 
 
 @pytest.mark.parametrize(("factor", "num_found"), [(2.0, 0), (5.0, 1)])

@@ -11,7 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from report_curves import changed, checkpoints, controller_run, grpo_run, sft_run, swift_run
-from report_faults import Change, both, but, healthy, put, serious, sft, times, told, validated
+from report_faults import (
+    Change,
+    both,
+    but,
+    fill,
+    healthy,
+    put,
+    serious,
+    sft,
+    times,
+    told,
+    validated,
+)
 
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
@@ -36,14 +48,6 @@ def grpo(change: Change) -> RunLog:
 
 def rates(values: Any) -> RunLog:
     return changed(sft_run(0), **{"train/lr": values})
-
-
-def losses(values: Any) -> Change:
-    return put("train/loss", slice(None), values)
-
-
-def rewards(values: Any) -> RunLog:
-    return grpo(put("reward", slice(None), values))
 
 
 def with_metric(key: str, values: Any) -> RunLog:
@@ -81,7 +85,6 @@ COSINE = (1 + np.cos(np.pi * STEPS / 2000)) / 2
 RAMP = ((ROWS - 400) / (len(ROWS) - 500)).clip(0, 1)
 LOST = (ROWS >= 500) & (ROWS < 700)
 RISING = 0.2 + 0.6 * ROWS / len(ROWS) + normal(0.02, len(ROWS))
-VANISHED = np.where(STEPS < 1500, 2 * np.exp(-STEPS / 300) + 0.3, 1e-6) * (1 + normal(0.1, 2000))
 JUMP = times("train/loss", 1 + 0.2 * np.exp(-(STEPS - 900) / 200) * (STEPS > 900))
 FORMS = 0.3 + 0.6 * (ROWS - 600).clip(0) / 600 + normal(0.03, len(ROWS))
 FAR_KL = grpo_run(0).series["kl"].values * np.where(ROWS >= 700, 500, 1)
@@ -93,43 +96,29 @@ ONSETS: dict[str, tuple[RunLog, str, int, float]] = {
         sft(times("train/grad_norm", np.where(STEPS <= 1000, 1.0, 300.0))),
         "grad_high:rise", 1001, 10,
     ),
-    "a GRPO gradient that stays high": (
-        grpo(times("train/grad_norm", np.where(ROWS < 600, 1.0, 300.0))),
-        "grad_high:rise", GRPO_STEPS[600], 10,
-    ),
     "a slow stretch in a log of every tenth step": (slow_stretch(), "time_high:while", 810, 0),
-    "a gradient that vanishes": (
-        sft(put("train/grad_norm", slice(None), VANISHED)), "grad_vanish", 1500, 10,
-    ),
     "answers that get worse while the reward rises": (
         with_metric("rewards/accuracy/mean", np.where(ROWS < 720, 0.5, 0.1) + normal(0.02, 1200)),
         "reward_hacking:part:rewards/accuracy/mean", GRPO_STEPS[720], 10,
     ),
     "a reward that collapsed and came back": (
-        rewards(np.where(LOST, 0.05, RISING)), "reward_trend:collapse", GRPO_STEPS[500], 10,
+        grpo(fill("reward", np.where(LOST, 0.05, RISING))), "reward_trend:collapse", GRPO_STEPS[500], 10,
     ),
-    "a held-out reward of verl": (held_out("val/reward"), "val_results:reward", 540, 60),
-    "a held-out reward of slime": (held_out("val/aime24/avg@16"), "val_results:reward", 540, 60),
-    "a held-out reward of MLLM-JAX": (held_out("val/math_pass1"), "val_results:reward", 540, 60),
+    **{
+        f"a held-out reward {key}": (held_out(key), "val_results:reward", 540, 60)
+        for key in ("val/reward", "val/aime24/avg@16", "val/math_pass1")
+    },
     "lengths that fall slowly": (
-        grpo(put("completions/mean_length", slice(None), 400 - 360 * RAMP + normal(8, 1200))),
+        grpo(fill("completions/mean_length", 400 - 360 * RAMP + normal(8, 1200))),
         "length_shift", GRPO_STEPS[400], 300,
     ),
     "a share of clipped answers that rises slowly": (
         grpo(
-            put(
-                "completions/clipped_ratio",
-                slice(None),
-                0.03 + 0.7 * RAMP + normal(0.005, 1200).clip(-0.02),
-            )
+            fill("completions/clipped_ratio", 0.03 + 0.7 * RAMP + normal(0.005, 1200).clip(-0.02))
         ),
         "clipped_ratio", GRPO_STEPS[400], 300,
     ),
     "a loss that jumps after a resume": (sft(JUMP), "loss_jump", 900, 10),
-    "a rate that warms up again": (
-        rates(1e-5 * np.where(STEPS > 800, np.minimum(1, (STEPS - 800) / 100), 1) * COSINE),
-        "lr_schedule:restarted", 800, 0,
-    ),
     "a low rate that warms up again": (
         rates(1e-5 * np.where(STEPS > 1450, np.minimum(1, (STEPS - 1450) / 100), 1) * COSINE),
         "lr_schedule:restarted", 1450, 0,
@@ -137,17 +126,12 @@ ONSETS: dict[str, tuple[RunLog, str, int, float]] = {
     "a KL to the reference": (
         changed(NEAR, **{"actor/kl_loss": FAR_KL}), "kl", GRPO_STEPS[700], 10,
     ),
-    "a leak": (sft(LEAK), "val_leak", 100, 0),
     "format hacking": (
         changed(
-            grpo(put("rewards/Format/mean", slice(None), FORMS)),
+            grpo(fill("rewards/Format/mean", FORMS)),
             **{"rewards/AnswerMatchCosine/mean": 0.4 + normal(0.05, len(ROWS), 4)},
         ),
         "reward_hacking:rewards/Format/mean", GRPO_STEPS[600], 0.02 * GRPO_STEPS[-1],
-    ),
-    "a rate that jumps late": (
-        rates(1e-5 * np.where(STEPS > 1901, 1.8, 1.0) * (1 - STEPS / 2001)),
-        "lr_schedule:raised", 1902, 0,
     ),
     "a rate that jumps late in a short run": (
         first_points(
@@ -172,16 +156,12 @@ def controller_loss(num_rising: int) -> RunLog:
     return changed(controller_run(0), **{"train/loss": 0.1 + rise + 0.01 * np.sin(epochs)})
 
 
-def configured(options: dict[str, Any]) -> RunLog:
-    return replace(sft_run(0), config={**sft_run(0).config, **options})
-
-
 LOW = times("train/loss", 0.05)
 SPIKE = put("train/loss", slice(1000, 1004), 5.0)
 FEWER = with_metric("throughput/train/tokens_per_s", 1e4 * LATE)
 ADVANTAGES = with_metric("critic/advantages/max", np.where(ROWS < 600, 2.4, 0.0))
-GUESSES = losses(11.0 - 0.2 * STEPS / 2000 + normal(0.02, 2000))
-NOISY = losses(1.2 + normal(0.4, 2000))
+GUESSES = fill("train/loss", 11.0 - 0.7 * STEPS / 2000 + normal(0.02, 2000))
+NOISY = fill("train/loss", 1.2 + normal(0.4, 2000))
 FELL_EARLY = 1.25 + 0.8 * np.exp(-STEPS / 100) + 0.05 * (STEPS > 700) + normal(0.01, 2000)
 BRIEF = 0.3 + normal(0.02, len(ROWS)) + np.where(abs(ROWS - 600) < 25, 0.1, 0)
 COLLAPSED = np.where(ROWS < 840, np.linspace(0.2, 1.4, len(ROWS)).clip(max=0.8), 0.1)
@@ -190,15 +170,9 @@ SMALL_SPIKE = put("train/loss", slice(600, 601), 2.5)
 DPO = "rewards/chosen"
 CALM = swift_run(1, has_bursts=False)
 SLOW_START = put("train/time(s)", 0, 40.0)
-HALF = {"optim.lr_warmup_steps_ratio": 0.5}
+WARMUPS = {"optim.lr_warmup_steps_ratio": 0.5, "optim.lr_warmup_steps": 200}
 HEALTHY_RATES = {
-    "a rate that falls in a step": np.where(STEPS > 1000, 0.1, 1.0),
-    "a rate with a dip": np.where((STEPS > 500) & (STEPS < 600), 0.1, 1.0),
     "a rate with a deep dip": np.where((STEPS > 100) & (STEPS < 200), 0.01, 1.0),
-    "a warm-up in two digits": np.round(np.minimum(1, STEPS / 1000), 2),
-    "a warm-up from 0": STEPS - 1.0,
-    "a first step of almost 0": np.where(STEPS == 1, 1e-6, 1.0),
-    "cosines that restart": np.tile(0.5 * (1 + np.cos(np.pi * STEPS[:500] / 500)), 4),
     "cosines that restart lower": np.outer(0.7 ** np.arange(4), COSINE[::4] + 1e-5).ravel(),
     "cycles with a warm-up": np.tile(np.minimum(STEPS[:1000] / 100, 1.1 - STEPS[:1000] / 1000), 2),
     "no schedule": np.random.default_rng(5).random(2000),
@@ -242,18 +216,16 @@ CASES: dict[str, tuple[RunLog, str, str]] = {
         first_points(sft(times("memory/cpu/rss_gib", 1 + (STEPS / 220).clip(max=1))), 220),
         "memory:leak", "",
     ),
-    "a reward that rose briefly": (rewards(BRIEF), "reward_trend:flat", ""),
+    "a reward that rose briefly": (grpo(fill("reward", BRIEF)), "reward_trend:flat", ""),
     "a reward that collapsed": (
-        rewards(COLLAPSED + normal(0.02, len(ROWS))), "reward_trend:collapse", "reward_trend:flat",
+        grpo(fill("reward", COLLAPSED + normal(0.02, len(ROWS)))),
+        "reward_trend:collapse", "reward_trend:flat",
     ),
     "equal rewards in a log of verl": (without(ADVANTAGES, "adv_std"), "adv_shape:std", ""),
     "a share of clipped ratios that rises": (
         with_metric("clip_ratio", np.where(ROWS < 600, 0.01, 0.2)), "clip_ratio", "",
     ),
     "a constant share of clipped ratios": (with_metric("clip_ratio", 0.2), "", "clip_ratio"),
-    "a part of the reward that is lost": (
-        with_metric("rewards/code_exec/mean", LATE), "reward_hacking:part:rewards/code_exec/mean", "",
-    ),
     "answers that get longer": (
         with_metric("rewards/brevity/mean", LATE), "", "reward_hacking:part:rewards/brevity/mean",
     ),
@@ -265,7 +237,7 @@ CASES: dict[str, tuple[RunLog, str, str]] = {
         "", "entropy_collapse",
     ),
     "a loss that swings while it falls": (
-        sft(losses(np.exp(2 - STEPS / 700 + normal(1.2, 2000)))), "", "loss_oscillating",
+        sft(fill("train/loss", np.exp(2 - STEPS / 700 + normal(1.2, 2000)))), "", "loss_oscillating",
     ),
     "a loss at the level of guessing": (
         replace(sft(GUESSES), config={}), "loss_not_falling", "",
@@ -276,12 +248,14 @@ CASES: dict[str, tuple[RunLog, str, str]] = {
     "a noisy loss beside a validation loss that rises": (
         sft(both(NOISY, validated(np.linspace(1.2, 1.6, 20)))), "loss_not_falling", "",
     ),
-    "a loss that fell early and rises a little": (sft(losses(FELL_EARLY)), "", "loss_not_falling"),
+    "a loss that fell early and rises a little": (
+        sft(fill("train/loss", FELL_EARLY)), "", "loss_not_falling",
+    ),
     "the loss of a policy, which rises with its KL": (
         with_metric("train/loss", np.linspace(0.001, 0.05, len(ROWS))), "", "loss_diverging",
     ),
-    "a small KL that jumps": (grpo(put("kl", slice(None), KL_RISE[0])), "kl", ""),
-    "a KL that rises slowly": (grpo(put("kl", slice(None), KL_RISE[1])), "", "kl"),
+    "a small KL that jumps": (grpo(fill("kl", KL_RISE[0])), "kl", ""),
+    "a KL that rises slowly": (grpo(fill("kl", KL_RISE[1])), "", "kl"),
     "a save that failed on the network": (
         sft(but(events=(LogEvent(700, "checkpoint_failed", "NCCL timeout", "error"),))),
         "", "oom_nccl",
@@ -298,12 +272,8 @@ CASES: dict[str, tuple[RunLog, str, str]] = {
     ),
     "a loss that rises for twelve epochs": (controller_loss(12), "loss_diverging:epochs", ""),
     "a loss that rises for six epochs": (controller_loss(6), "", "loss_diverging:epochs"),
-    "a rate that falls in its warm-up": (
-        sft(put("train/lr", slice(50, 100), 1e-8)), "lr_schedule:warmup", "",
-    ),
-    "a warm-up shorter than configured": (configured(HALF), "lr_schedule:warmup", ""),
     "a warm-up configured in steps": (
-        configured({**HALF, "optim.lr_warmup_steps": 200}), "", "lr_schedule:warmup",
+        replace(sft_run(0), config={**sft_run(0).config, **WARMUPS}), "", "lr_schedule:warmup",
     ),
     "a slow first step, where all others save": (
         replace(first_points(sft(SLOW_START), 20), checkpoints=checkpoints(range(2, 21, 2))),
@@ -341,8 +311,8 @@ def test_two_spikes_are_told_from_the_small_one_beside_a_large_one():
 def test_a_longest_answer_at_the_cap_warns_only_if_many_are_cut_off(share):
     log = grpo(
         both(
-            put("completions/max_length", slice(None), 1024.0),
-            put("completions/clipped_ratio", slice(None), share),
+            fill("completions/max_length", 1024.0),
+            fill("completions/clipped_ratio", share),
         )
     )
     assert told(analyse(log))["clipped_ratio:cap"].level == ("warn" if share > 0.1 else "note")

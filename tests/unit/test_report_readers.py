@@ -111,20 +111,15 @@ def test_tables(tmp_path, text, expected):
 def test_transformers_state_comes_from_the_newest_checkpoint_while_the_run_trains(tmp_path):
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        history = [{"step": s, "loss": s / 10, "epoch": 0.1} for s in range(1, step + 1)]
+        row = {"epoch": 0.1, "rewards": {"chosen": 0.25}}
+        history = [row | {"step": s, "loss": s / 10} for s in range(1, step + 1)]
         state = json.dumps({"max_steps": 20, "log_history": history})
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
         (tmp_path / f"checkpoint-{step}" / "training_args.bin").write_bytes(b"cos\nsystem\n(S'1'")
     log = read_run(tmp_path)
     assert len(log.series["train/loss"]) == 10 and log.total_steps == 20
+    assert values(log)["rewards/chosen"][10] == 0.25
     assert [one.step for one in log.checkpoints] == [9, 10]
-
-
-def test_rows_of_transformers_with_nested_objects_are_read(tmp_path):
-    history = [{"step": 1, "loss": 0.5, "rewards": {"chosen": 0.25}}, {"step": 2, "loss": 0.25}]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    found = values(read_run(tmp_path))
-    assert found == {"train/loss": {1: 0.5, 2: 0.25}, "rewards/chosen": {1: 0.25}}
 
 
 def test_numbers_in_strings_and_nested_objects_count_and_other_values_do_not(tmp_path):

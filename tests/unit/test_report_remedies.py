@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain
 
-import pytest
 from report_curves import OUR_CONFIG
 from report_faults import healthy
 
@@ -39,12 +38,3 @@ def test_every_key_and_value_advised_is_one_of_the_trainer():
 
 def test_no_option_of_another_framework_is_advised():
     assert [text for text in remedies() if BARE.search(text)] == []
-
-
-@pytest.mark.covers("S2.41")
-def test_advice_names_the_options_of_the_framework_with_the_present_and_the_new_value():
-    run = AnalysedRun(healthy("grpo"), "grpo")
-    assert advise(run, "stronger_kl", 1)[0].startswith("Raise beta from 0.04 to 0.1")
-    assert "max_completion_length from 512 to 256" in advise(run, "shorter_completions", 1)[0]
-    assert "learning_rate from 5e-5 to 5e-6" in advise(run, "lower_rate", 1)[0]
-    assert "at kl > 10" in advise(run, "watch", 1)[0]

@@ -50,18 +50,24 @@ def run_file(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "run.json").read_text())
 
 
-class FakeContinued(ContinuedBackend):
-    """Notes the steps of the rows it is sent, and what `run.json` has recorded by then."""
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The steps of the rows that the backend `fake` is sent, each with the last step that
+    `run.json` has recorded by then.
+    """
+    rows = []
 
-    sent: list[tuple[int, int]]
+    class Fake(ContinuedBackend):
+        def connect(self, run_id: str | None) -> str:
+            return "1"
 
-    def connect(self, run_id: str | None) -> str:
-        return "1"
+        def send(self, row: MetricsRow) -> None:
+            rows.append((row.step, self.info.run_file.tracker(self.name)[1]))
 
-    def send(self, row: MetricsRow) -> None:
-        self.sent.append((row.step, self.info.run_file.tracker(self.name)[1]))
+        def disconnect(self, exit_code: int) -> None: ...
 
-    def disconnect(self, exit_code: int) -> None: ...
+    monkeypatch.setitem(facade.BACKENDS, "fake", Fake)
+    return rows
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> Mock:
@@ -181,35 +187,19 @@ def test_flush_reaches_the_disk_without_waiting_for_it(tmp_path, monkeypatch):
     tracking.finish(0)
 
 
-def test_a_backend_sees_every_row_in_order_and_the_exit_code(tmp_path, monkeypatch):
-    fake = install(monkeypatch, "fake")
-    tracking = track(tmp_path, "fake")
-    log_steps(tracking, range(1, 51))
-    tracking.rewind(40)
-    tracking.finish(75)
-    names = [name for name, *_ in fake.mock_calls]
-    assert names == ["open", *["log"] * 50, "rewind", "close"]
-    rows = [called.args[0] for called in fake.log.mock_calls]
-    assert [(row.step, row.data["train/loss"]) for row in rows] == [
-        (step, 1 + step / 100) for step in range(1, 51)
-    ]
-    fake.rewind.assert_called_once_with(40)
-    fake.close.assert_called_once_with(75)
-
-
-def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(tmp_path, monkeypatch):
+def test_a_step_is_recorded_as_sent_only_one_interval_after_all_its_rows(
+    tmp_path, monkeypatch, sent
+):
     """A library writes later what it was handed, and a step has several rows."""
     monkeypatch.setattr(backend, "RECORD_INTERVAL_S", 0.0)
-    monkeypatch.setitem(facade.BACKENDS, "fake", FakeContinued)
-    FakeContinued.sent = []
     tracking = track(tmp_path, "fake")
     for step in range(1, 9):
         tracking.log({"train/loss": 1.0}, step=step)
         tracking.log({"val/loss": 1.0}, step=step)
     tracking.finish(0)
-    assert [step for step, _ in FakeContinued.sent] == sorted([*range(1, 9), *range(1, 9)])
-    assert all(recorded < step for step, recorded in FakeContinued.sent)
-    assert FakeContinued.sent[-1][1] > 3 and run_file(tmp_path)["last_sent"] == {"fake": 8}
+    assert [step for step, _ in sent] == sorted([*range(1, 9), *range(1, 9)])
+    assert all(recorded < step for step, recorded in sent)
+    assert sent[-1][1] > 3 and run_file(tmp_path)["last_sent"] == {"fake": 8}
 
 
 def test_a_row_whose_loss_is_not_finite_is_named_and_spoils_no_average(tmp_path):
@@ -235,10 +225,8 @@ def test_trackers_that_record_at_the_same_time_keep_each_others_ids(tmp_path):
     assert run_file(tmp_path)["run_ids"].keys() == names
 
 
-def test_a_row_that_a_failed_attempt_did_not_reach_is_sent_by_the_next(tmp_path, monkeypatch):
+def test_a_row_that_a_failed_attempt_did_not_reach_is_sent_by_the_next(tmp_path, sent):
     """The first attempt fails in the validation of step 4, whose training row was sent."""
-    monkeypatch.setitem(facade.BACKENDS, "fake", FakeContinued)
-    FakeContinued.sent = []
     first = track(tmp_path, "fake")
     log_steps(first, range(1, 5))
     first.finish(1)
@@ -247,7 +235,7 @@ def test_a_row_that_a_failed_attempt_did_not_reach_is_sent_by_the_next(tmp_path,
     second.log({"val/loss": 1.0}, 4)
     log_steps(second, range(5, 6))
     second.finish(0)
-    assert [step for step, _ in FakeContinued.sent] == [1, 2, 3, 4, 4, 5]
+    assert [step for step, _ in sent] == [1, 2, 3, 4, 4, 5]
 
 
 @pytest.mark.parametrize("call", ["open", "log", "close"])
@@ -309,18 +297,10 @@ def test_an_event_is_a_strict_line_and_an_error_is_an_alert(tmp_path, monkeypatc
     tracking.finish(76)
     lines = raw_lines(tmp_path, "events.jsonl")
     assert [line["kind"] for line in lines] == ["start", "spike", "dead", "end"]
-    del lines[1]["ts"]
-    assert lines[1] == {
-        "attempt": 1,
-        "step": 1,
-        "kind": "spike",
-        "level": "warn",
-        "message": "loss 9 times its level",
-        "z": "nan",
-        "ids": [1, 2],
-    }
-    ((alert,),) = (called.args for called in fake.alert.mock_calls)
-    assert alert.message == "no gradient"
+    known = {"attempt": 1, "step": 1, "level": "warn", "message": "loss 9 times its level"}
+    assert lines[1].items() >= (known | {"z": "nan"}).items() and lines[1]["ids"] == [1, 2]
+    fake.alert.assert_called_once()
+    assert fake.alert.call_args.args[0].message == "no gradient"
 
 
 @pytest.mark.covers("S3.3 S3.7")

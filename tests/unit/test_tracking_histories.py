@@ -12,6 +12,7 @@ from trainer.tracking import histories as tracking_histories
 
 STEPS = 12
 STEPS_PER_EPOCH = 4
+KILLED_AT = 9
 SEED = 20
 
 
@@ -36,9 +37,8 @@ def log_step(tracking: Tracking, step: int, *, spoiled: float = 0.0) -> None:
         tracking.log(validation | {"time/eval/total_s": 0.25}, step)
 
 
-def histories(run_dir: Path) -> tuple[str, str]:
-    training, validation = (run_dir / f"{name}_history.csv" for name in ("training", "validation"))
-    return training.read_text(), validation.read_text()
+def histories(run_dir: Path) -> list[str]:
+    return [(run_dir / f"{name}_history.csv").read_text() for name in ("training", "validation")]
 
 
 def rows(run_dir: Path, name: str) -> list[dict[str, str]]:
@@ -55,7 +55,7 @@ def summaries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> tuple[str, str]:
+def whole(tmp_path: Path) -> list[str]:
     """The files of a run in one piece."""
     tracking = track(tmp_path / "whole")
     for step in range(1, STEPS + 1):
@@ -82,7 +82,7 @@ def test_one_row_per_epoch_from_one_without_any_setting(tmp_path, summaries, who
 
 
 @pytest.mark.covers("S1.10 S3.29")
-def test_restarts_and_rollbacks_leave_no_trace(tmp_path, whole):
+def test_restarts_rollbacks_and_a_kill_leave_no_trace(tmp_path, whole):
     for first, last, target in [(1, 3, 0), (3, 6, 2), (5, 9, 4), (9, 12, 6), (2, 12, 11)]:
         tracking = track(tmp_path / "pieces")
         for step in range(first, last + 1):
@@ -90,6 +90,8 @@ def test_restarts_and_rollbacks_leave_no_trace(tmp_path, whole):
         tracking.rewind(target)
         for step in range(target + 1, last + 1):
             log_step(tracking, step)
+        if last == KILLED_AT:
+            continue
         tracking.finish(EXIT_DONE if last == STEPS else EXIT_RESUMABLE)
         steps = [int(row["last_step"]) for row in rows(tmp_path / "pieces", "training")]
         assert steps[-1] == last, "an epoch under way shows what there is of it"

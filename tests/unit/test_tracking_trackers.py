@@ -31,7 +31,6 @@ Series = dict[str, list[tuple[int, float]]]
 """{metric: its (step, value) in order}"""
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-HISTORIES = ("training_history.csv", "validation_history.csv")
 KILLS = ((1, 6), (5, 9), (7, 11))
 """First and last step of the attempts that are killed; the last one continues from step 6."""
 CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["wandb"]}}
@@ -183,11 +182,6 @@ def test_kills_leave_one_continuous_run(tmp_path, backend):
         assert mlflow_run(tmp_path)[1].info.status == "FINISHED"
     if backend == "wandb":
         assert [record.exit_code for record in wandb_records(tmp_path, "exit")] == [EXIT_DONE]
-    whole = track(tmp_path / "whole")
-    log_steps(whole, range(1, STEPS + 1))
-    whole.finish(0)
-    for name in HISTORIES:
-        assert (tmp_path / name).read_text() == (tmp_path / "whole" / name).read_text()
 
 
 @by_tracker
