@@ -37,6 +37,13 @@ class Curves:
     def at(self, role: str) -> NDArray[np.int64]:
         return self.evals if role.startswith("val_") else self.steps
 
+    def scale(
+        self, role: str, factors: Floats | float, at: int = 0, stop: int | None = None
+    ) -> None:
+        """Multiply a metric from the point `at` to the one before `stop`, if it is logged."""
+        if role in self.columns:
+            self.columns[role][at:stop] *= factors
+
 
 @dataclass(frozen=True)
 class Family:
@@ -88,14 +95,14 @@ def _course(rng: Generator, x: Floats, shape: str) -> Floats:
         ),
         "sigmoid": lambda: 1 / (1 + np.exp((x - rng.uniform(0.1, 0.25)) / 0.05)),
     }
-    return np.asarray(floor + (start - floor) * falls[shape]())
+    return floor + (start - floor) * falls[shape]()
 
 
 def _rate(rng: Generator, x: Floats) -> Floats:
     warmup = rng.uniform(0.02, 0.1)
     place = ((x - warmup) / (1 - warmup)).clip(0, 1)
     decay = (0.5 * (1 + np.cos(np.pi * place)), 1 - 0.99 * place)[rng.integers(2)]
-    return np.asarray(10 ** rng.uniform(-5.3, -4) * np.minimum(x / warmup, decay))
+    return 10 ** rng.uniform(-5.3, -4) * np.minimum(x / warmup, decay)
 
 
 def _sft(
@@ -158,14 +165,8 @@ def _grpo(
 
 
 CONTROLLER_ROLES = [
-    "loss",
-    "reward",
-    "reward_std",
-    "accuracy",
-    "accuracy_std",
-    "latency",
-    "latency_std",
-    "violation",
+    *("loss", "reward", "reward_std", "accuracy", "accuracy_std"),
+    *("latency", "latency_std", "violation"),
 ]
 """Of the columns of a history without the epoch."""
 

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from report_curves import changed, controller_run, grpo_run, sft_run
 
-from trainer.tools.report.result import Finding, Report
+from trainer.tools.report.analyse import analyse
+from trainer.tools.report.readers import read_run
+from trainer.tools.report.result import CheckItem, Finding, Report
 from trainer.tools.report.run_log import CheckpointState, LogEvent, RunLog, Series, ServingCheck
 
 SEED = 11
@@ -20,6 +22,21 @@ Change = Callable[[RunLog], RunLog]
 def told(report: Report) -> dict[str, Finding]:
     """Id -> finding, the worst first."""
     return {finding.id: finding for finding in report.findings}
+
+
+def of_rule(report: Report, rule: str) -> Finding:
+    """The worst finding of a rule."""
+    return next(finding for finding in report.findings if finding.rule == rule)
+
+
+def line(report: Report, id_: str) -> CheckItem:
+    """A line of the checklists."""
+    return next(item for item in report.checklist if item.id == id_)
+
+
+def judged(path: Path) -> Report:
+    """The report on a log or a run directory."""
+    return analyse(read_run(path))
 
 
 def serious(report: Report) -> dict[str, Finding]:

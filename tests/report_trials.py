@@ -48,7 +48,6 @@ class Fault:
 class Outcome:
     family: str
     fault: str
-    seed: int
     verdict: str
     is_found: bool
     is_first: bool
@@ -62,7 +61,12 @@ class Outcome:
 def _since(curves: Curves, at: int) -> np.ndarray:
     """Points since `at`, as a share of those that are left; 0 before."""
     index = np.arange(len(curves.steps))
-    return np.asarray((index - at).clip(0) / max(len(index) - 1 - at, 1))
+    return (index - at).clip(0) / max(len(index) - 1 - at, 1)
+
+
+def _jitter(curves: Curves, rng: Generator, at: int = 0) -> np.ndarray:
+    """Factors around 1, for the points from `at` on."""
+    return np.exp(rng.normal(0, 0.04, len(curves.steps) - at))
 
 
 def _diverge(curves: Curves, at: int, rng: Generator) -> None:
@@ -89,29 +93,26 @@ def _blow_up(curves: Curves, at: int, rng: Generator) -> None:
 
 
 def _explode(curves: Curves, at: int, rng: Generator) -> None:
-    num_points = rng.integers(1, 12)
-    height = rng.uniform(np.log(40), np.log(500))
-    curves.columns["grad"][at : at + num_points] *= np.exp(height)
+    stop = at + rng.integers(1, 12)
+    curves.scale("grad", np.exp(rng.uniform(np.log(40), np.log(500))), at, stop)
 
 
 def _nan(curves: Curves, at: int, rng: Generator) -> None:
-    for role in {"loss", "grad"} & curves.columns.keys():
+    for role in sorted({"loss", "grad"} & curves.columns.keys()):
         curves.columns[role][at : at + rng.integers(1, 6)] = np.nan
 
 
 def _spike(curves: Curves, at: int, rng: Generator) -> None:
-    num_points = rng.integers(1, 4)
+    stop = at + rng.integers(1, 4)
     height = rng.uniform(2.5, 8)
-    curves.columns["loss"][at : at + num_points] *= height
-    if "grad" in curves.columns:
-        curves.columns["grad"][at : at + num_points] *= height**2
+    curves.scale("loss", height, at, stop)
+    curves.scale("grad", height**2, at, stop)
 
 
 def _slow_down(curves: Curves, at: int, rng: Generator) -> None:
     factor = rng.uniform(1.8, 3)
-    for role, power in (("time", 1), ("tokens_per_s", -1)):
-        if role in curves.columns:
-            curves.columns[role][at:] *= factor**power
+    curves.scale("time", factor, at)
+    curves.scale("tokens_per_s", factor**-1, at)
 
 
 def _stall(curves: Curves, at: int, rng: Generator) -> None:
@@ -139,14 +140,14 @@ def _overfit(curves: Curves, at: int, rng: Generator) -> None:
 def _memorise(curves: Curves, at: int, rng: Generator) -> None:
     """The loss falls at each new epoch until the samples are known by heart."""
     epoch = (4 * _since(curves, at) + (np.arange(len(curves.steps)) >= at)).astype(int)
-    curves.columns["loss"] *= rng.uniform(0.25, 0.45) ** epoch
-    if "val_loss" in curves.columns:
-        curves.columns["val_loss"] *= 1 + 0.15 * np.interp(curves.evals, curves.steps, epoch)
+    curves.scale("loss", rng.uniform(0.25, 0.45) ** epoch)
+    rise = 1 + 0.15 * np.interp(curves.evals, curves.steps, epoch)
+    curves.scale("val_loss", rise)
 
 
 def _stick(curves: Curves, at: int, rng: Generator) -> None:
-    loss = curves.columns["loss"]
-    curves.columns["loss"] = rng.uniform(1.8, 2.9) * np.exp(rng.normal(0, 0.04, len(loss)))
+    level = rng.uniform(1.8, 2.9)
+    curves.columns["loss"] = level * _jitter(curves, rng)
 
 
 def _zero_losses(curves: Curves, at: int, rng: Generator) -> None:
@@ -154,14 +155,14 @@ def _zero_losses(curves: Curves, at: int, rng: Generator) -> None:
 
 
 def _vanish(curves: Curves, at: int, rng: Generator) -> None:
-    curves.columns["grad"][at:] *= 10 ** rng.uniform(-5, -3)
-    curves.columns["loss"][at:] = np.median(curves.columns["loss"][at - 20 : at]) * np.exp(
-        rng.normal(0, 0.04, len(curves.steps) - at)
-    )
+    curves.scale("grad", 10 ** rng.uniform(-5, -3), at)
+    loss = curves.columns["loss"]
+    loss[at:] = np.median(loss[at - 20 : at]) * _jitter(curves, rng, at)
 
 
 def _raise_rate(curves: Curves, at: int, rng: Generator) -> None:
-    curves.columns["lr"][at : at + rng.integers(20, len(curves.steps))] *= rng.uniform(4, 12)
+    stop = at + rng.integers(20, len(curves.steps))
+    curves.scale("lr", rng.uniform(4, 12), at, stop)
 
 
 def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
@@ -169,18 +170,14 @@ def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
 
     def put(curves: Curves, at: int, rng: Generator) -> None:
         values = curves.columns[role]
-        places = curves.at(role)
-        start = int(np.searchsorted(places, curves.steps[at]))
-        since = (np.arange(len(values)) - start).clip(0) / max(
-            1.0, rng.uniform(0.01, 0.1) * len(values)
-        )
-        reached = np.median(values[max(start - max(3, len(values) // 40), 0) : start + 1])
-        start_level = float(np.median(values[: max(3, len(values) // 20)]))
+        n = len(values)
+        start = int(np.searchsorted(curves.at(role), curves.steps[at]))
+        since = (np.arange(n) - start).clip(0) / max(1.0, rng.uniform(0.01, 0.1) * n)
+        reached = np.median(values[max(start - max(3, n // 40), 0) : start + 1])
+        start_level = np.median(values[: max(3, n // 20)])
         fall = rng.uniform(0.9, 1.2) * max(reached - start_level, 0.25)
-        curves.columns[role] = np.where(
-            np.arange(len(values)) < start, values, reached + values - _smooth(values)
-        )
-        curves.columns[role] -= fall * np.minimum(since, 1)
+        level = np.where(np.arange(n) < start, values, reached + values - _smooth(values))
+        curves.columns[role] = level - fall * np.minimum(since, 1)
 
     return put
 
@@ -188,13 +185,12 @@ def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
 def _smooth(values: np.ndarray) -> np.ndarray:
     width = max(3, len(values) // 20)
     padded = np.pad(values, (width // 2, width - 1 - width // 2), mode="edge")
-    return np.asarray(np.convolve(padded, np.ones(width) / width, mode="valid"))
+    return np.convolve(padded, np.ones(width) / width, mode="valid")
 
 
 def _decay_entropy(curves: Curves, at: int, rng: Generator) -> None:
-    curves.columns["entropy"] *= np.exp(
-        -np.log(rng.uniform(12, 50)) * np.minimum(_since(curves, at) * 2, 1)
-    )
+    fall = np.log(rng.uniform(12, 50)) * np.minimum(_since(curves, at) * 2, 1)
+    curves.scale("entropy", np.exp(-fall))
 
 
 def _run_away(curves: Curves, at: int, rng: Generator) -> None:
@@ -205,28 +201,25 @@ def _run_away(curves: Curves, at: int, rng: Generator) -> None:
 
 def _hit_cap(curves: Curves, at: int, rng: Generator) -> None:
     n = len(curves.steps) - at
-    for role, values in (
-        ("clipped_ratio", rng.uniform(0.35, 0.9, n)),
-        ("max_length", np.full(n, 1024.0)),
-    ):
+    clipped = rng.uniform(0.35, 0.9, n)
+    for role, values in (("clipped_ratio", clipped), ("max_length", 1024.0)):
         if role in curves.columns:
             curves.columns[role][at:] = values
-    curves.columns["mean_length"][at:] *= rng.uniform(1.5, 2.2)
+    curves.scale("mean_length", rng.uniform(1.5, 2.2), at)
 
 
 def _shift_length(curves: Curves, at: int, rng: Generator) -> None:
     factor = rng.uniform(1.5, 2) if rng.random() < 0.5 else rng.uniform(0.4, 0.6)
     for role in ("mean_length", "max_length", "min_length"):
-        if role in curves.columns:
-            curves.columns[role][at:] *= factor
+        curves.scale(role, factor, at)
 
 
 def _scatter(curves: Curves, at: int, rng: Generator) -> None:
-    curves.columns["reward_std"][at:] *= rng.uniform(3, 5)
+    curves.scale("reward_std", rng.uniform(3, 5), at)
 
 
 def _equal_rewards(curves: Curves, at: int, rng: Generator) -> None:
-    for role in {"adv_std", "reward_std"} & curves.columns.keys():
+    for role in sorted({"adv_std", "reward_std"} & curves.columns.keys()):
         curves.columns[role][:] = np.abs(rng.normal(0, 1e-3, len(curves.steps)))
 
 
@@ -304,7 +297,6 @@ def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
     return Outcome(
         family=family.name,
         fault=fault.name if fault else HEALTHY,
-        seed=seed,
         verdict=report.verdict,
         is_found=bool(named),
         is_first=bool(report.top) and report.top[0] in named,

@@ -8,9 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 from report_curves import BURSTS, PERCENTS, SWIFT_CONFIG, sft_run, swift_run
+from report_faults import of_rule
 
 from trainer.tools.report.analyse import analyse
-from trainer.tools.report.result import Anomaly, Finding, Report
+from trainer.tools.report.result import Anomaly, Report
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.words import chain_of
 
@@ -25,10 +26,6 @@ def report_of(seed: int) -> Report:
 
 def story_of(anomaly: Anomaly) -> tuple[str, ...]:
     return tuple(name for name in chain_of(anomaly) if name in STORY)
-
-
-def finding(report: Report, rule: str) -> Finding:
-    return next(f for f in report.findings if f.rule == rule)
 
 
 @pytest.mark.covers("S2.8 S2.21 S2.22")
@@ -59,7 +56,7 @@ def test_format_and_reward_are_named_as_moving_in_phase(seed):
             assert moved[key].sign == -1, f"seed {seed}"
             assert abs(moved[key].peak_step - anomaly.steps[1]) <= 10, f"seed {seed}"
         assert moved["completions/clipped_ratio"].sign == 1
-    dropped = finding(report_of(seed), "reward_drop")
+    dropped = of_rule(report_of(seed), "reward_drop")
     assert "in phase: kl up to" in dropped.evidence[0]
     assert "rewards/Format/mean down to" in dropped.evidence[0]
 
@@ -70,18 +67,18 @@ def test_kl_leads_length_and_length_leads_reward_again_and_again(seed):
     report = report_of(seed)
     chains = [story_of(anomaly) for anomaly in report.anomalies]
     assert chains.count(STORY) >= 6, f"seed {seed}: {chains}"
-    assert "kl → length → reward recurs" in finding(report, "kl").evidence[0]
+    assert "kl → length → reward recurs" in of_rule(report, "kl").evidence[0]
     assert "unlikely to be a coincidence" in report.closing
 
 
 @pytest.mark.covers("S2.24 S2.25 S2.26 S2.27 S2.28 S2.29")
 def test_the_four_causes_why_it_passed_and_how_common_it_is():
     report = report_of(0)
-    assert "moved far from its reference" in finding(report, "kl").cause
-    assert "Without clipping" in finding(report, "grad_high").cause
-    assert "become longer" in finding(report, "clipped_ratio").cause
-    assert "unstable signal" in finding(report, "reward_drop").cause
-    told = finding(report, "kl").cause
+    assert "moved far from its reference" in of_rule(report, "kl").cause
+    assert "Without clipping" in of_rule(report, "grad_high").cause
+    assert "become longer" in of_rule(report, "clipped_ratio").cause
+    assert "unstable signal" in of_rule(report, "reward_drop").cause
+    told = of_rule(report, "kl").cause
     for words in ("passed without", "KL penalty", "rate falls late", "PPO, GRPO, DPO"):
         assert words in told
     assert "gradient clipping" not in told, "no max_grad_norm was set: it cannot have helped"
@@ -114,14 +111,14 @@ def test_the_four_causes_why_it_passed_and_how_common_it_is():
     ],
 )
 def test_each_remedy_names_the_option_and_the_value(rule, words):
-    assert words in finding(report_of(0), rule).remedy
+    assert words in of_rule(report_of(0), rule).remedy
 
 
 @pytest.mark.covers("S2.42")
 def test_the_configuration_is_quoted_as_evidence():
-    assert "max_grad_norm is not set" in finding(report_of(0), "grad_high").evidence
+    assert "max_grad_norm is not set" in of_rule(report_of(0), "grad_high").evidence
     clipped = replace(swift_run(0), config={**SWIFT_CONFIG, "max_grad_norm": 1e6})
-    assert "max_grad_norm is not set" not in finding(analyse(clipped), "grad_high").evidence
+    assert "max_grad_norm is not set" not in of_rule(analyse(clipped), "grad_high").evidence
 
 
 @pytest.mark.covers("S2.10")
@@ -131,7 +128,7 @@ def test_the_schedule_is_recognised_and_the_rate_called_too_high():
     assert (rate.schedule, rate.peak, rate.warmup_steps) == ("cosine", 5e-5, 300)
     assert rate.anomalies_at_high_share == 1.0
     assert rate.high_share > 0.9, "it stays near its peak nearly to the end"
-    assert "too high" in finding(report, "lr_too_high").title
+    assert "too high" in of_rule(report, "lr_too_high").title
 
 
 @pytest.mark.covers("S2.43")

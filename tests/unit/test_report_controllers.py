@@ -10,12 +10,10 @@ import pytest
 from grpo_curves import HISTORY_COLUMNS, controller_histories, write_history
 from numpy.typing import NDArray
 from report_curves import changed, controller_run
-from report_faults import serious, told
+from report_faults import judged, serious, told
 from sweeps import some
 
 from trainer.tools.report.analyse import analyse
-from trainer.tools.report.readers import read_run
-from trainer.tools.report.result import Report
 from trainer.tools.report.run_log import RunLog, Series
 
 Table = NDArray[np.float64]
@@ -30,10 +28,6 @@ def write(directory: Path, train: Table, val: Table | None = None) -> Path:
     return directory
 
 
-def judged(directory: Path) -> Report:
-    return analyse(read_run(directory))
-
-
 @pytest.mark.covers("S1.22 S1.26 S1.33 S1.42")
 def test_no_good_run_is_told_to_stop(tmp_path):
     for seed in some(range(60), 12):
@@ -43,7 +37,7 @@ def test_no_good_run_is_told_to_stop(tmp_path):
         assert both.profile == alone.profile == "controller"
         assert (serious(both), serious(alone)) == ({}, {}), f"seed {seed}"
         found = both.generalisation
-        assert found is not None and found.metric == "val/reward_mean"
+        assert found.metric == "val/reward_mean"
         assert found.recommended_step == int(np.argmax(np.round(val[:, REWARD], 4))) + 1
         assert alone.generalisation is None, "a policy loss recommends nothing"
 

@@ -5,7 +5,6 @@ small losses, long answers, steps that are logged in intervals.
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,8 @@ from report_faults import (
     but,
     fill,
     healthy,
+    judged,
+    line,
     put,
     serious,
     sft,
@@ -147,7 +148,7 @@ ONSETS: dict[str, tuple[RunLog, str, int, float]] = {
 def test_a_fault_is_told_from_its_first_step(name):
     log, id_, step, tolerance = ONSETS[name]
     found = serious(analyse(log))[id_]
-    assert found.steps is not None and abs(found.steps[0] - step) <= tolerance
+    assert abs(found.steps[0] - step) <= tolerance
 
 
 def controller_loss(num_rising: int) -> RunLog:
@@ -350,28 +351,28 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
-def test_the_console_lines_of_other_trainers_are_read(tmp_path, line):
-    log: Path = tmp_path / "console.log"
-    log.write_text("".join(line.format(n) + "\n" for n in range(1, 9)))
+@pytest.mark.parametrize("text", LINES.values(), ids=LINES)
+def test_the_console_lines_of_other_trainers_are_read(tmp_path, text):
+    log = tmp_path / "console.log"
+    log.write_text("".join(text.format(n) + "\n" for n in range(1, 9)))
     found = {key: series.values[-1] for key, series in read_run(log).series.items()}
     known = {"train/loss": 1.5, "train/lr": 1e-5, "train/grad_norm": 0.5}
     assert found.items() >= known.items()
 
 
 def test_failed_saves_are_read_from_the_console_and_metrics_of_saves_are_none(tmp_path):
-    log: Path = tmp_path / "console.log"
+    log = tmp_path / "console.log"
     error = "ERROR: save_checkpoint failed: OSError: [Errno 122] Disk quota exceeded"
     lines = [f"step {n} | loss: {2 - n / 300} | lr: 1e-5" for n in range(1, 200)]
     log.write_text("\n".join([*lines[:120], error, *lines[120:]]))
-    assert serious(analyse(read_run(log)))["saves_failed"].steps == (120, 120)
+    assert serious(judged(log))["saves_failed"].steps == (120, 120)
     lines = [f"step:{n} - critic/error:0.1 - timing_s/save_checkpoint:30.5" for n in range(1, 9)]
     log.write_text("\n".join(lines))
     assert "checkpoint/failed_in_a_row" not in read_run(log).series
 
 
 def test_a_long_line_is_read_in_linear_time(tmp_path):
-    log: Path = tmp_path / "console.log"
+    log = tmp_path / "console.log"
     log.write_text(("step 1 " + "save checkpoint " * 4000 + "\n") * 20 + "step 1: loss: 1, lr: 2\n")
     started = time.monotonic()
     assert read_run(log).series and time.monotonic() - started < 5
@@ -416,7 +417,7 @@ LLAMA_FACTORY = [
     ("name", "lines"), [("verl.log", VERL), ("trainer_log.jsonl", LLAMA_FACTORY)]
 )
 def test_the_planned_steps_of_other_trainers_are_known(tmp_path, name, lines):
-    log: Path = tmp_path / name
+    log = tmp_path / name
     log.write_text("\n".join(lines))
     run = read_run(log)
     assert run.total_steps == 300
@@ -424,7 +425,7 @@ def test_the_planned_steps_of_other_trainers_are_known(tmp_path, name, lines):
 
 
 def test_guessed_names_and_steps_of_an_environment_do_not_replace_known_ones(tmp_path):
-    log: Path = tmp_path / "log.jsonl"
+    log = tmp_path / "log.jsonl"
     row = (
         '{{"step": {0}, "total_steps": {0}000, "loss": 1, "loss_step": 2, '
         '"rollout/rewards": 0.0, "rollout/raw_reward": 0.5}}\n'
@@ -515,7 +516,7 @@ def test_a_flat_loss_is_not_told_in_the_rest_of_a_run_or_in_noise(seed):
         level = 1.2 - 0.012 * np.arange(num_points) / num_points
         losses = Series(steps, level + normal(noise, num_points, seed))
         report = analyse(replace(healthy("sft"), series={"train/loss": losses}))
-        assert next(line for line in report.checklist if line.id == "loss_falls").status != "pass"
+        assert line(report, "loss_falls").status != "pass"
         return "loss_not_falling" in serious(report)
 
     assert is_judged(0.05, 100)

@@ -9,17 +9,12 @@ import numpy as np
 import pytest
 from log_formats import make_curves, write_transformers
 from report_curves import checkpoints
+from report_faults import judged, of_rule
 
 from trainer.tools.report.analyse import analyse
-from trainer.tools.report.readers import read_run
-from trainer.tools.report.result import Finding, Report
 from trainer.tools.report.run_log import RunLog, Series
 
 STEPS = np.arange(1, 601)
-
-
-def of_rule(report: Report, rule: str) -> Finding:
-    return next(finding for finding in report.findings if finding.rule == rule)
 
 
 @pytest.mark.parametrize("onset", [200, 260, 300, 400])
@@ -32,7 +27,7 @@ def test_a_slow_divergence_is_answered_with_a_checkpoint_from_before_it(onset, s
         series = {"train/loss": Series(STEPS, losses)}
         log = RunLog(Path("run"), "transformers", series, 600, checkpoints=saved)
         finding = of_rule(analyse(log, profile="sft"), "loss_diverging")
-        assert finding.steps is not None and abs(finding.steps[0] - onset) <= 15, seed
+        assert abs(finding.steps[0] - onset) <= 15, seed
         step = int(finding.remedy.split("checkpoint of step ")[1].split(".")[0])
         assert onset - 60 <= step <= onset, finding.remedy
 
@@ -48,7 +43,6 @@ def test_checkpoints_that_are_not_next_to_a_log_are_not_missed(tmp_path, saved):
         write_transformers(directory, make_curves())
         if saved:
             (directory / "args.json").write_text(json.dumps({"save_steps": 50}))
-    report = analyse(read_run(run_dir))
+    report = judged(run_dir)
     assert "ckpt_complete" not in {finding.rule for finding in report.findings}
-    assert report.generalisation is not None
     assert (report.generalisation.recommended_path is None) == (not saved)

@@ -60,7 +60,7 @@ def policy_run() -> Run:
 
 
 @pytest.fixture(params=[overfitting_run, policy_run], ids=["sft", "grpo"])
-def run(request: pytest.FixtureRequest) -> Run:
+def run(request) -> Run:
     found: Run = request.param()
     return found
 

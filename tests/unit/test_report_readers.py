@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,7 +170,7 @@ def test_our_event_files_read_like_metrics_jsonl_over_a_restart(tmp_path, monkey
     ],
 )
 def test_a_file_without_metrics_is_refused_with_cause_place_and_fix(tmp_path, name, content, cause):
-    path: Path = tmp_path / name
+    path = tmp_path / name
     if content is not None:
         path.write_text(content)
     with pytest.raises(UnreadableLogError) as caught:

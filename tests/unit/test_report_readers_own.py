@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,14 +164,14 @@ def test_results_of_checkpoints_that_a_rollback_discarded_do_not_count(tmp_path)
     assert told and told.recommended_step == 10
 
 
-def test_a_run_without_a_recorded_configuration_is_read(tmp_path: Path):
+def test_a_run_without_a_recorded_configuration_is_read(tmp_path):
     """Code of one's own may call `Tracking` without one."""
     write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
     (tmp_path / "run.json").write_text('{"config": null, "environment": null}')
     assert read_run(tmp_path).config == {}
 
 
-def test_machine_versions_and_a_sample_are_on_the_page(tmp_path: Path):
+def test_machine_versions_and_a_sample_are_on_the_page(tmp_path):
     tracking = Tracking("project", "exp", [], {}, run_dir=tmp_path, total_steps=8)
     sample = "<|im_start|>user\n<b>hi</b>\n[[  hello]]"
     tracking.describe({"environment": {"ranks": "8 on H100", "torch": "2.13.0"}, "sample": sample})

@@ -7,11 +7,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from report_faults import judged, line, serious, told
 from rich.console import Console
 
-from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
-from trainer.tools.report.result import Finding, Report
+from trainer.tools.report.result import Report
 from trainer.tools.report.terminal import print_report
 from trainer.tools.report.words import chain_of
 
@@ -24,31 +24,21 @@ LOGGED_EVERY = {"transformers_raised": 1, "trl_raised": 5}
 
 @cache
 def report_of(name: str) -> Report:
-    return analyse(read_run(LOGS / name))
+    return judged(LOGS / name)
 
 
-def finding(report: Report, name: str) -> Finding:
-    return next(f for f in report.findings if f.id == name)
-
-
-@pytest.mark.covers("S2.10:R S2.39 S3.33")
+@pytest.mark.covers("S2.10:R S2.21 S2.22 S2.23 S2.39 S3.33")
 @pytest.mark.parametrize("name", RAISED)
-def test_a_raised_learning_rate_comes_first_with_its_steps_and_its_factor(name):
+def test_a_raised_learning_rate_comes_first_and_gives_the_one_interval(name):
     report = report_of(name)
-    found = finding(report, "lr_schedule:raised")
+    found = told(report)["lr_schedule:raised"]
     assert report.verdict in ("ATTENTION", "FAIL") and report.top[0] == found
-    assert found.steps is not None and found.steps[0] == FAULT_STEPS[0]
+    assert found.steps[0] == FAULT_STEPS[0]
     assert 0 <= FAULT_STEPS[1] - found.steps[1] < LOGGED_EVERY[name]
     assert found.value == pytest.approx(50, rel=0.05), (
         "the schedule itself falls from one point to the next"
     )
     assert "train/loss up to 5." in found.evidence[0]
-
-
-@pytest.mark.covers("S2.21 S2.22 S2.23")
-@pytest.mark.parametrize("name", RAISED)
-def test_the_one_interval_is_that_of_the_fault(name):
-    report = report_of(name)
     (anomaly,) = report.anomalies
     assert 0 < anomaly.steps[0] - FAULT_STEPS[0] <= LOGGED_EVERY[name]
     assert anomaly.steps[1] <= FAULT_STEPS[1] and chain_of(anomaly)[-1] == "loss"
@@ -60,17 +50,16 @@ def test_the_one_interval_is_that_of_the_fault(name):
 def test_the_schedule_is_told_without_the_fault(name):
     report = report_of(name)
     rate = report.learning_rate
-    assert rate is not None and (rate.schedule, rate.warmup_steps) == ("cosine", 30)
+    assert (rate.schedule, rate.warmup_steps) == ("cosine", 30)
     assert rate.peak == pytest.approx(3e-3) and bool(rate.raised) == (name in RAISED)
-    assert next(item.status for item in report.checklist if item.id == "rate_rises") == "pass"
+    assert line(report, "rate_rises").status == "pass"
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_of_a_healthy_run_only_the_untrained_weights_are_remarked(name):
     report = report_of(name)
-    assert not [f for f in report.findings if f.level in ("fail", "warn")], report.findings
-    assert "loss_start_high" in {f.rule for f in report.findings if f.level == "note"}
-    assert not report.anomalies
+    assert not serious(report) and not report.anomalies
+    assert told(report)["loss_start_high"].level == "note"
 
 
 @pytest.mark.parametrize("name", [*RAISED, *HEALTHY])

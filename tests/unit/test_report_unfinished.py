@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from report_faults import judged, line
 
 from trainer.cli import report as command
-from trainer.tools.report.analyse import analyse
-from trainer.tools.report.readers import read_run
 from trainer.tools.report.result import Report
 from trainer.tracking import Tracking
 
@@ -38,34 +37,19 @@ def train(run_dir: Path, steps: range, *, total_steps: int | None = NUM_STEPS) -
     return tracking
 
 
-def judged(run_dir: Path) -> Report:
-    return analyse(read_run(run_dir))
-
-
 def titles(report: Report) -> list[str]:
     return [finding.title for finding in report.findings if finding.rule == "run_complete"]
-
-
-def status(report: Report, line: str) -> str:
-    return next(item.status for item in report.checklist if item.text == line)
 
 
 @pytest.mark.covers("S3.55")
 def test_a_run_killed_at_120_of_186_steps_is_not_ok(tmp_path, capsys):
     train(tmp_path, range(1, 121))
     report = judged(tmp_path)
-    assert (
-        titles(report) == ["The run has completed 120 of 186 steps (64.5%)."]
-        and report.verdict == "ATTENTION"
-    )
-    assert (
-        report.facts["steps"] == "120 of 186"
-        and status(report, "All planned steps were trained") == "fail"
-    )
-    assert (
-        command.main(["--check", "--json", str(tmp_path)]) == 1
-        and '"ATTENTION"' in capsys.readouterr().out
-    )
+    assert titles(report) == ["The run has completed 120 of 186 steps (64.5%)."]
+    assert report.verdict == "ATTENTION" and report.facts["steps"] == "120 of 186"
+    assert line(report, "all_steps").status == "fail"
+    assert command.main(["--check", "--json", str(tmp_path)]) == 1
+    assert '"ATTENTION"' in capsys.readouterr().out
 
 
 def test_the_same_run_at_its_end_is_ok(tmp_path, capsys):
@@ -90,7 +74,7 @@ def test_a_run_that_is_still_training_is_no_reason_for_attention(tmp_path):
     assert titles(report) == [
         "The run has completed 120 of 186 steps (64.5%) and is still running."
     ]
-    assert report.verdict == "OK" and status(report, "All planned steps were trained") == "unknown"
+    assert report.verdict == "OK" and line(report, "all_steps").status == "unknown"
     (tmp_path / ".train.lock").write_text(json.dumps(holder | {"host": "elsewhere"}))
     assert judged(tmp_path).verdict == "ATTENTION", "no sign of life"
     (tmp_path / "heartbeat").mkdir()
@@ -105,4 +89,4 @@ def test_a_run_that_was_to_stop_early_is_complete(tmp_path):
     tracking.finish(0)
     report = judged(tmp_path)
     assert "stopped early: val/loss has not improved in 3 validations" in titles(report)[0]
-    assert report.verdict == "OK" and status(report, "All planned steps were trained") == "unknown"
+    assert report.verdict == "OK" and line(report, "all_steps").status == "unknown"

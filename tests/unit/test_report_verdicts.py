@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from report_curves import changed, checkpoints, controller_run, overfitting_example, sft_run
-from report_faults import CHANGES, Change, both, but, fill, put, sft, times, told, validated
+from report_faults import CHANGES, Change, both, but, fill, line, put, sft, times, told, validated
 from sweeps import some
 
 from trainer.tools.report.analyse import analyse
-from trainer.tools.report.result import CheckItem, Report
 from trainer.tools.report.run_log import LogEvent, RunLog, Series
 
 
@@ -52,7 +51,6 @@ def test_normal_jitter_is_explained_and_not_warned_about():
 def test_the_example_of_overfitting_recommends_checkpoint_1000():
     report = analyse(overfitting_example())
     result = report.generalisation
-    assert result is not None
     assert dict(result.verdicts) == {500: "ok", 1000: "ok", 1500: "note", 2000: "overfit"}
     assert (result.best_step, result.overfit_step, result.recommended_step) == (1000, 2000, 1000)
     assert str(result.recommended_path) == "run/global_step_1000"
@@ -63,7 +61,7 @@ def test_the_example_of_overfitting_recommends_checkpoint_1000():
 @pytest.mark.covers("S3.43")
 def test_a_best_checkpoint_that_was_deleted_is_told_and_the_next_best_taken():
     report = analyse(overfitting_example(kept=(1500, 2000)))
-    assert report.generalisation is not None and report.generalisation.recommended_step == 1500
+    assert report.generalisation.recommended_step == 1500
     found = told(report)["overfit"]
     assert found.level == "fail" and "no longer exists" in found.cause
 
@@ -73,12 +71,8 @@ def test_an_external_result_outranks_the_validation_loss():
     means = {500: 0.31, 1500: 0.44, 1700: 0.9}
     evaluations = {"eval/mine": {step: {"mean": mean} for step, mean in means.items()}}
     result = analyse(replace(overfitting_example(), evaluations=evaluations)).generalisation
-    assert result is not None and result.recommended_step == 1500, "1700 has no checkpoint"
+    assert result.recommended_step == 1500, "1700 has no checkpoint"
     assert "outranks" in result.reason
-
-
-def item(report: Report, identity: str) -> CheckItem:
-    return next(item for item in report.checklist if item.id == identity)
 
 
 def with_events(log: RunLog, *messages: str) -> RunLog:
@@ -113,25 +107,25 @@ CHECKLIST_FAULTS: dict[str, Change] = {
 
 
 @pytest.mark.covers("S3.45 S3.46 S3.47 S3.48 S3.50 S3.51 S3.55 S3.56 S3.57")
-@pytest.mark.parametrize("line", CHECKLIST_FAULTS)
-def test_each_line_of_the_checklists_can_fail(line):
-    report = analyse(sft(CHECKLIST_FAULTS[line]))
-    found = item(report, line)
+@pytest.mark.parametrize("id_", CHECKLIST_FAULTS)
+def test_each_line_of_the_checklists_can_fail(id_):
+    report = analyse(sft(CHECKLIST_FAULTS[id_]))
+    found = line(report, id_)
     # at the start alone: no rule warns of it
     unusual = {"loss_falls", "gradient_in_range", "time_stable"}
-    assert found.status == ("note" if line in unusual else "fail") and found.detail, found
-    assert (report.verdict == "OK") == (line in unusual)
+    assert found.status == ("note" if id_ in unusual else "fail") and found.detail, found
+    assert (report.verdict == "OK") == (id_ in unusual)
 
 
 def test_a_checkpoint_that_was_saved_and_pruned_is_not_missed():
     """Nor are those that a run had before it went on from its mirror on another machine."""
     log = replace(sft_run(2), checkpoints=checkpoints([1600, 1800, 1900, 2000]))
-    assert item(analyse(log), "all_checkpoints").status == "fail"
+    assert line(analyse(log), "all_checkpoints").status == "fail"
     saved = [
         LogEvent(step, "checkpoint", f"saved global_step_{step}") for step in range(100, 1701, 100)
     ]
     report = analyse(replace(log, events=(*log.events, *saved)))
-    assert item(report, "all_checkpoints").status == "pass"
+    assert line(report, "all_checkpoints").status == "pass"
 
 
 @pytest.mark.covers("S3.40 S3.41 S3.56")
@@ -152,13 +146,12 @@ def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range()
     ):
         report = analyse(replace(low, config={key: value}))
         assert report.verdict == "OK" and not told(report).keys() & usual, report.findings
-        assert item(report, "final_loss").status == "unknown"
+        assert line(report, "final_loss").status == "unknown"
 
 
 @pytest.mark.covers("S3.33 S3.46")
 def test_warmup_peak_and_decay_are_confirmed():
     rate = analyse(sft_run(0)).learning_rate
-    assert rate is not None
     assert (rate.schedule, rate.warmup_steps, rate.peak) == ("cosine", 200, 1e-5)
 
 

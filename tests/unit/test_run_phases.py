@@ -27,7 +27,7 @@ LIMITS = [
 
 
 @pytest.fixture
-def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[Status]:
+def status(monkeypatch) -> Iterator[Status]:
     """Return the status of a launcher of two ranks, as its ranks see it."""
     with new_status(2) as made:
         monkeypatch.setenv(VARIABLE, made.address)
@@ -39,7 +39,7 @@ class ReachedError(Exception):
 
 
 @pytest.fixture
-def rank_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., int]], int]:
+def rank_runs(monkeypatch) -> Callable[[Callable[..., int]], int]:
     """Starts a rank whose run is a function. Returns its exit code."""
 
     def start(function: Callable[..., int]) -> int:

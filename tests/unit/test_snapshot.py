@@ -29,7 +29,7 @@ class FakeCuda:
     do.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch) -> None:
         self._current = threading.local()
         self.waits: list[tuple[str, Any]] = []
         self.locked: dict[int, int] = {}
@@ -64,7 +64,7 @@ class FakeCuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def cuda(monkeypatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
 
 

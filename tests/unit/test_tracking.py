@@ -51,7 +51,7 @@ def run_file(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def sent(monkeypatch) -> list[tuple[int, int]]:
     """The steps of the rows that the backend `fake` is sent, each with the last step that
     `run.json` has recorded by then.
     """
@@ -70,7 +70,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return rows
 
 
-def install(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> Mock:
+def install(monkeypatch, name: str, **attributes: Any) -> Mock:
     """Add a backend whose methods are those of the mock that is returned."""
     calls = Mock(spec=Backend)
     methods = {call: getattr(calls, call) for call in ("open", "log", "rewind", "alert", "close")}

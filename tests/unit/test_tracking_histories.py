@@ -47,7 +47,7 @@ def rows(run_dir: Path, name: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def summaries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def summaries(monkeypatch) -> list[str]:
     """Return the summaries that are logged at the end of epochs."""
     found: list[str] = []
     monkeypatch.setattr(tracking_histories.logger, "info", lambda text, *a: found.append(text % a))
@@ -55,7 +55,7 @@ def summaries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> list[str]:
+def whole(tmp_path) -> list[str]:
     """The files of a run in one piece."""
     tracking = track(tmp_path / "whole")
     for step in range(1, STEPS + 1):

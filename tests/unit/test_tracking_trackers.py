@@ -37,7 +37,7 @@ CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["wandb"]}}
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(tmp_path_factory, monkeypatch) -> None:
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()  # its settings are read once per process
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -41,7 +41,7 @@ class Server:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+def server(monkeypatch) -> Server:
     server = Server()
     library = SimpleNamespace(
         setup=lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")),

@@ -55,7 +55,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(tmp_path, monkeypatch) -> Iterator[Bench]:
     processes = [
         subprocess.Popen([sys.executable, "-c", SLEEPS], stdout=subprocess.PIPE) for _ in range(3)
     ]

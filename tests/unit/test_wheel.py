@@ -15,7 +15,7 @@ OF_A_CHECKOUT = {"launch/environment.sh"}
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory) -> Path:
     """The content of a wheel built from the working tree, far from any checkout."""
     source = tmp_path_factory.mktemp("source")
     target = tmp_path_factory.mktemp("site")
@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cwd(tmp_path: Path) -> Path:
+def cwd(tmp_path) -> Path:
     """A directory with a foreign package of the same name."""
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('run')")
