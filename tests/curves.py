@@ -6,6 +6,7 @@ measured.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 from numpy.random import Generator
@@ -103,6 +104,7 @@ LOSSES: dict[str, Callable[[Generator, int], Values]] = {
     "autoregressive": lambda rng, n: (
         _level(n) * np.exp(_autoregressive(rng, n, memory=0.9, sigma=0.03))
     ),
+    # the held-out families
     "power_law": _power_law,
     "garch": _garch,
     "restarts": _restarts,
@@ -115,25 +117,8 @@ GRADS: dict[str, Callable[[Generator, int], Values]] = {
     "gamma": lambda rng, n: 0.5 * (1 + np.arange(n) / 1000) * rng.gamma(8, 1 / 8, n),
     "persistent": lambda rng, n: 3 * np.exp(_autoregressive(rng, n, memory=0.8, sigma=0.2)),
 }
-TUNED = tuple(
-    (loss, grad)
-    for loss in (
-        "gauss",
-        "student",
-        "lognormal",
-        "stairs",
-        "bimodal10",
-        "bimodal2",
-        "memorised",
-        "autoregressive",
-    )
-    for grad in ("normal", "heavy")
-)
-HELD_OUT = tuple(
-    (loss, grad)
-    for loss in ("power_law", "garch", "restarts", "five_sources", "wander")
-    for grad in ("gamma", "persistent")
-)
+TUNED = tuple(product([*LOSSES][:8], ("normal", "heavy")))
+HELD_OUT = tuple(product([*LOSSES][8:], ("gamma", "persistent")))
 BIMODAL = ("bimodal10", "bimodal2")
 
 
@@ -154,10 +139,12 @@ def spike(curve: Curve, *, at: int, loss: float = 1.0, grad: float = 1.0) -> Cur
     return _times(curve, np.where(is_hit, loss, 1.0), np.where(is_hit, grad, 1.0))
 
 
-def decaying(curve: Curve, *, at: int, factor: float = 3.0, tau: float = 50.0) -> Curve:
-    """A rise at once that fades; the gradient rises with its third power, as for a spike."""
+def decaying(curve: Curve, *, at: int) -> Curve:
+    """A threefold rise at once that fades; the gradient rises with its third power, as for a
+    spike.
+    """
     since = np.arange(len(curve.loss)) - at
-    rise = np.where(since >= 0, 1 + (factor - 1) * np.exp(-np.maximum(since, 0) / tau), 1.0)
+    rise = np.where(since >= 0, 1 + 2 * np.exp(-np.maximum(since, 0) / 50), 1.0)
     return _times(curve, rise, rise**3)
 
 
@@ -165,10 +152,10 @@ def drift(curve: Curve, *, at: int, rate: float) -> Curve:
     """The loss grows by a share of itself per step, up to twentyfold."""
     since = np.maximum(np.arange(len(curve.loss)) - at, 0)
     rise = np.exp(np.minimum(np.log1p(rate) * since, np.log(20)))
-    return _times(curve, rise, np.ones_like(rise))
+    return replace(curve, loss=curve.loss * rise)
 
 
-def level(curve: Curve, *, at: int, factor: float = 1.3) -> Curve:
-    """The loss is so many times as high from one step on."""
+def level(curve: Curve, *, at: int) -> Curve:
+    """The loss is 30% higher from one step on."""
     is_after = np.arange(len(curve.loss)) >= at
-    return _times(curve, np.where(is_after, factor, 1.0), np.ones(len(curve.loss)))
+    return replace(curve, loss=curve.loss * np.where(is_after, 1.3, 1.0))

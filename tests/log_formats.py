@@ -133,23 +133,11 @@ def write_csv(directory: Path, curves: Curves) -> Path:
     for name, prefix in (("training_history.csv", "train/"), ("validation_history.csv", "val/")):
         names = {key: key.removeprefix(prefix) for key in curves if key.startswith(prefix)}
         rows = rows_of({key: curves[key] for key in names}, names)
-        _write_table(directory / name, ["step", *names.values()], rows)
+        with (directory / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["step", *names.values()])
+            writer.writeheader()
+            writer.writerows({"step": step} | metrics for step, metrics in rows)
     return directory / "training_history.csv"
-
-
-def write_wandb_panel(directory: Path, curves: Curves) -> Path:
-    """Write the export of a panel: the columns of a run, each with its range."""
-    names = {key: f"run 7 - {key}" for key in curves}
-    columns = ["Step", *(f"{name}{part}" for name in names.values() for part in ("", "__MIN"))]
-    return _write_table(directory / "wandb_export.csv", columns, rows_of(curves, names))
-
-
-def _write_table(path: Path, columns: list[str], rows: Iterator[tuple[int, Row]]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows({columns[0]: step} | metrics for step, metrics in rows)
-    return path
 
 
 def write_wandb_history(directory: Path, curves: Curves) -> Path:
@@ -184,7 +172,6 @@ WRITERS: dict[str, Callable[[Path, Curves], Path]] = {
     "verl-console": write_verl_console,
     "roll": write_roll,
     "csv": write_csv,
-    "csv-wandb-panel": write_wandb_panel,
     "jsonl-wandb-history": write_wandb_history,
     "tensorboard": write_tensorboard,
     "jsonl": write_jsonl,

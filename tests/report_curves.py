@@ -26,6 +26,7 @@ BURSTS = (
 PERCENTS = (46, 48, 52, 61, 69, 77, 86)
 REWARDS = ("AnswerMatchCosine", "CaptionMatchCosine", "TitleMatchCosine")
 MATCHES = ("PlaneMatchString", "ModalityMatchString")
+CLIPPED = ("low", "high", "region")
 
 _KEYS = ("kl", "train/loss", "train/grad_norm", "completions/mean_length",
          "completions/clipped_ratio", "rewards/Format/mean", "reward")  # fmt: skip
@@ -93,80 +94,39 @@ def swift_run(seed: int, *, has_bursts: bool = True) -> RunLog:
     rng = np.random.default_rng(seed)
     steps = np.arange(5, 6001, 5)
     n = len(steps)
-    columns = {
-        **_optimisation(rng, steps),
-        **_rewards(rng, steps),
-        **_lengths(rng, n),
-        **_state(steps),
-    }
-    if has_bursts:
-        _burst(columns)
-    series = {key: Series(steps, values) for key, values in columns.items()}
-    return RunLog(
-        Path("output/v107-20251126-022444"),
-        "ms-swift",
-        series,
-        n,
-        config=SWIFT_CONFIG,
-        total_steps=6000,
-    )
-
-
-def _optimisation(rng: np.random.Generator, steps: NDArray[np.int64]) -> dict[str, Values]:
-    n = len(steps)
     level = np.where(steps < 2500, 0.03, 0.15)
-    rate = 5e-5 * np.minimum(
-        steps / 300, 0.5 * (1 + np.cos(np.pi * (steps - 300).clip(min=0) / 23_400))
-    )
-    ratios = {
-        f"clip_ratio/{name}_mean": rng.normal(0.18, 0.02, n).clip(0)
-        for name in ("low", "high", "region")
-    }
-    return {
+    decay = 0.5 * (1 + np.cos(np.pi * (steps - 300).clip(min=0) / 23_400))
+    columns = {
+        **{f"clip_ratio/{name}_mean": rng.normal(0.18, 0.02, n) for name in CLIPPED},
         "train/loss": rng.normal(1e-3, 1e-3, n),
         "train/grad_norm": 3e4 * np.exp(rng.normal(0, 0.25, n)),
-        "train/lr": rate,
+        "train/lr": 5e-5 * np.minimum(steps / 300, decay),
         "kl": level * np.exp(rng.normal(0, 0.3, n)),
-        **ratios,
-        "clip_ratio/high_max": rng.normal(0.3, 0.03, n).clip(0),
-    }
-
-
-def _rewards(rng: np.random.Generator, steps: NDArray[np.int64]) -> dict[str, Values]:
-    n = len(steps)
-    course = 1.5 + 0.65 * np.minimum(steps / 2500, 1)
-    columns = {
-        "reward": course + rng.normal(0, 0.18, n),
+        "clip_ratio/high_max": rng.normal(0.3, 0.03, n),
+        "reward": 1.5 + 0.65 * np.minimum(steps / 2500, 1) + rng.normal(0, 0.18, n),
         "reward_std": rng.normal(0.5, 0.08, n).clip(0),
-    }
-    columns["rewards/Format/mean"] = (0.97 - np.abs(rng.normal(0, 0.02, n))).clip(0, 1)
-    for name in REWARDS:
-        columns[f"rewards/{name}/mean"] = rng.normal(0.6, 0.06, n).clip(0, 1)
-    for name in MATCHES:
-        columns[f"rewards/{name}/mean"] = (rng.random(n) < 0.85).astype(np.float64)
-    for name in ("Format", *REWARDS, *MATCHES):
-        columns[f"rewards/{name}/std"] = np.abs(rng.normal(0.1, 0.03, n))
-    return columns
-
-
-def _lengths(rng: np.random.Generator, n: int) -> dict[str, Values]:
-    return {
+        "rewards/Format/mean": (0.97 - np.abs(rng.normal(0, 0.02, n))).clip(0, 1),
+        **{f"rewards/{name}/mean": rng.normal(0.6, 0.06, n).clip(0, 1) for name in REWARDS},
+        **{f"rewards/{name}/mean": 1.0 * (rng.random(n) < 0.85) for name in MATCHES},
+        **{
+            f"rewards/{name}/std": np.abs(rng.normal(0.1, 0.03, n))
+            for name in ("Format", *REWARDS, *MATCHES)
+        },
         "completions/mean_length": rng.normal(220, 12, n),
         "completions/min_length": rng.normal(140, 14, n),
         "completions/max_length": rng.normal(360, 30, n).clip(max=512),
         "completions/clipped_ratio": np.where(rng.random(n) < 0.03, 0.0125, 0.0),
-    }
-
-
-def _state(steps: NDArray[np.int64]) -> dict[str, Values]:
-    n = len(steps)
-    return {
         "progress/epoch": steps / 3000,
         "progress/pct": steps / 60,
         "progress/elapsed_s": steps * 9.5,
         "memory/max_reserved_gib": np.full(n, 61.2),
         "train_speed(iter/s)": np.full(n, 0.105),
     }
+    if has_bursts:
+        _burst(columns)
+    series = {key: Series(steps, values) for key, values in columns.items()}
+    path = Path("output/v107-20251126-022444")
+    return RunLog(path, "ms-swift", series, n, config=SWIFT_CONFIG, total_steps=6000)
 
 
 OUR_CONFIG: Mapping[str, Any] = {

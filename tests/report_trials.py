@@ -69,7 +69,10 @@ def _jitter(curves: Curves, rng: Generator, at: int = 0) -> np.ndarray:
     return np.exp(rng.normal(0, 0.04, len(curves.steps) - at))
 
 
-def _diverge(curves: Curves, at: int, rng: Generator) -> None:
+# Each of these faults changes `curves` from the point `at` on, see `Fault.put`.
+
+
+def _diverge(curves, at, rng):
     since = _since(curves, at)
     height = rng.uniform(0.8, 2.5)
     forms = (
@@ -80,7 +83,7 @@ def _diverge(curves: Curves, at: int, rng: Generator) -> None:
     curves.columns["loss"] *= 1 + forms[rng.integers(3)]
 
 
-def _blow_up(curves: Curves, at: int, rng: Generator) -> None:
+def _blow_up(curves, at, rng):
     """In the first points: a rate far too high."""
     width = rng.integers(2, 15)
     top = rng.uniform(1.6, 3.5) * curves.columns["loss"][:5].mean()
@@ -92,30 +95,30 @@ def _blow_up(curves: Curves, at: int, rng: Generator) -> None:
     curves.columns["lr"] *= 2e-3 / curves.columns["lr"].max()
 
 
-def _explode(curves: Curves, at: int, rng: Generator) -> None:
+def _explode(curves, at, rng):
     stop = at + rng.integers(1, 12)
     curves.scale("grad", np.exp(rng.uniform(np.log(40), np.log(500))), at, stop)
 
 
-def _nan(curves: Curves, at: int, rng: Generator) -> None:
+def _nan(curves, at, rng):
     for role in sorted({"loss", "grad"} & curves.columns.keys()):
         curves.columns[role][at : at + rng.integers(1, 6)] = np.nan
 
 
-def _spike(curves: Curves, at: int, rng: Generator) -> None:
+def _spike(curves, at, rng):
     stop = at + rng.integers(1, 4)
     height = rng.uniform(2.5, 8)
     curves.scale("loss", height, at, stop)
     curves.scale("grad", height**2, at, stop)
 
 
-def _slow_down(curves: Curves, at: int, rng: Generator) -> None:
+def _slow_down(curves, at, rng):
     factor = rng.uniform(1.8, 3)
     curves.scale("time", factor, at)
     curves.scale("tokens_per_s", factor**-1, at)
 
 
-def _stall(curves: Curves, at: int, rng: Generator) -> None:
+def _stall(curves, at, rng):
     later = np.arange(at, len(curves.steps))
     places = np.union1d([at], rng.choice(later, max(2, len(later) // 50), replace=False))
     saves = np.searchsorted(curves.steps, curves.evals)  # steps that may take longer are not judged
@@ -123,12 +126,12 @@ def _stall(curves: Curves, at: int, rng: Generator) -> None:
     curves.columns["time"][places] *= rng.uniform(8, 15)
 
 
-def _leak(curves: Curves, at: int, rng: Generator) -> None:
+def _leak(curves, at, rng):
     growth = rng.uniform(0.15, 0.6) * curves.columns["rss"][0]
     curves.columns["rss"] += growth * _since(curves, at)
 
 
-def _overfit(curves: Curves, at: int, rng: Generator) -> None:
+def _overfit(curves, at, rng):
     turn = curves.steps[at]
     after = ((curves.evals - turn) / (curves.evals[-1] - turn)).clip(0, 1)
     base = np.interp(np.minimum(curves.evals, turn), curves.evals, curves.columns["val_loss"])
@@ -137,7 +140,7 @@ def _overfit(curves: Curves, at: int, rng: Generator) -> None:
     curves.columns["loss"] *= 1 - rng.uniform(0.3, 0.6) * _since(curves, at)
 
 
-def _memorise(curves: Curves, at: int, rng: Generator) -> None:
+def _memorise(curves, at, rng):
     """The loss falls at each new epoch until the samples are known by heart."""
     epoch = (4 * _since(curves, at) + (np.arange(len(curves.steps)) >= at)).astype(int)
     curves.scale("loss", rng.uniform(0.25, 0.45) ** epoch)
@@ -145,22 +148,22 @@ def _memorise(curves: Curves, at: int, rng: Generator) -> None:
     curves.scale("val_loss", rise)
 
 
-def _stick(curves: Curves, at: int, rng: Generator) -> None:
+def _stick(curves, at, rng):
     level = rng.uniform(1.8, 2.9)
     curves.columns["loss"] = level * _jitter(curves, rng)
 
 
-def _zero_losses(curves: Curves, at: int, rng: Generator) -> None:
+def _zero_losses(curves, at, rng):
     curves.columns["loss"][at : at + rng.integers(12, 200)] = 0.0
 
 
-def _vanish(curves: Curves, at: int, rng: Generator) -> None:
+def _vanish(curves, at, rng):
     curves.scale("grad", 10 ** rng.uniform(-5, -3), at)
     loss = curves.columns["loss"]
     loss[at:] = np.median(loss[at - 20 : at]) * _jitter(curves, rng, at)
 
 
-def _raise_rate(curves: Curves, at: int, rng: Generator) -> None:
+def _raise_rate(curves, at, rng):
     stop = at + rng.integers(20, len(curves.steps))
     curves.scale("lr", rng.uniform(4, 12), at, stop)
 
@@ -168,7 +171,7 @@ def _raise_rate(curves: Curves, at: int, rng: Generator) -> None:
 def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
     """A result falls back to where it began, or below, within a short time."""
 
-    def put(curves: Curves, at: int, rng: Generator) -> None:
+    def put(curves, at, rng):
         values = curves.columns[role]
         n = len(values)
         start = int(np.searchsorted(curves.at(role), curves.steps[at]))
@@ -188,18 +191,18 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return np.convolve(padded, np.ones(width) / width, mode="valid")
 
 
-def _decay_entropy(curves: Curves, at: int, rng: Generator) -> None:
+def _decay_entropy(curves, at, rng):
     fall = np.log(rng.uniform(12, 50)) * np.minimum(_since(curves, at) * 2, 1)
     curves.scale("entropy", np.exp(-fall))
 
 
-def _run_away(curves: Curves, at: int, rng: Generator) -> None:
+def _run_away(curves, at, rng):
     kl = curves.columns["kl"]
     top = rng.uniform(12, 40) / np.median(kl[at : at + 20])
     curves.columns["kl"] = kl * top ** np.minimum(_since(curves, at) * rng.uniform(1, 4), 1)
 
 
-def _hit_cap(curves: Curves, at: int, rng: Generator) -> None:
+def _hit_cap(curves, at, rng):
     n = len(curves.steps) - at
     clipped = rng.uniform(0.35, 0.9, n)
     for role, values in (("clipped_ratio", clipped), ("max_length", 1024.0)):
@@ -208,17 +211,17 @@ def _hit_cap(curves: Curves, at: int, rng: Generator) -> None:
     curves.scale("mean_length", rng.uniform(1.5, 2.2), at)
 
 
-def _shift_length(curves: Curves, at: int, rng: Generator) -> None:
+def _shift_length(curves, at, rng):
     factor = rng.uniform(1.5, 2) if rng.random() < 0.5 else rng.uniform(0.4, 0.6)
     for role in ("mean_length", "max_length", "min_length"):
         curves.scale(role, factor, at)
 
 
-def _scatter(curves: Curves, at: int, rng: Generator) -> None:
+def _scatter(curves, at, rng):
     curves.scale("reward_std", rng.uniform(3, 5), at)
 
 
-def _equal_rewards(curves: Curves, at: int, rng: Generator) -> None:
+def _equal_rewards(curves, at, rng):
     for role in sorted({"adv_std", "reward_std"} & curves.columns.keys()):
         curves.columns[role][:] = np.abs(rng.normal(0, 1e-3, len(curves.steps)))
 

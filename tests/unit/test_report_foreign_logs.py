@@ -374,8 +374,8 @@ def test_failed_saves_are_read_from_the_console_and_metrics_of_saves_are_none(tm
 def test_a_long_line_is_read_in_linear_time(tmp_path):
     log = tmp_path / "console.log"
     log.write_text(("step 1 " + "save checkpoint " * 4000 + "\n") * 20 + "step 1: loss: 1, lr: 2\n")
-    started = time.monotonic()
-    assert read_run(log).series and time.monotonic() - started < 5
+    started_s = time.process_time()
+    assert read_run(log).series and time.process_time() - started_s < 5
 
 
 @pytest.mark.parametrize(

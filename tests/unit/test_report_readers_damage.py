@@ -80,7 +80,6 @@ LONG = "0" * 5000
 @pytest.mark.parametrize(
     ("text", "losses", "num_unparsed"),
     [
-        ('{"step": 1, "loss": 1}\n{"step": 2, "loss": 2\n"x": 3}\n', {1: 1}, 2),
         # a whole row glued to a torn one
         ('{"step": 1, "loss": 1}\n{"step": 2, "lo{"step": 3, "loss": 2}\n{"st', {1: 1, 3: 2}, 2),
         (f'{{"step": 1, "loss": 1}}\n{{"step": {DEEP}\n{DEEP}\n', {1: 1}, 2),
@@ -88,7 +87,7 @@ LONG = "0" * 5000
         ('{"step": 1, "loss": 1}\n{"step": 1e400}\n{"step": -1, "loss": 1}\n', {1: 1}, 2),
         (f'{{"step": 1, "loss": 1}}\n{{"step": 2, "loss": 1{LONG[:400]}}}\n', {1: 1}, 0),
     ],
-    ids=["torn", "glued", "nested", "digits", "step", "overflow"],
+    ids=["glued", "nested", "digits", "step", "overflow"],
 )
 def test_damaged_json_lines_cost_only_themselves(tmp_path, text, losses, num_unparsed):
     log = read_text(tmp_path / "log.jsonl", text)

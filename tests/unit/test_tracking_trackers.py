@@ -86,17 +86,11 @@ def mlflow(run_dir: Path) -> Series:
     return series
 
 
-def wandb_records(run_dir: Path, kind: str) -> list[Any]:
-    paths = wandb_files.files_of(run_dir)
-    records = [record for path in paths for record in wandb_files.records(path)]
-    return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
-
-
 def wandb(run_dir: Path) -> Series:
     """Checks that all files are of one run, and that its own steps rise from file to file."""
-    paths = wandb_files.files_of(run_dir)
-    assert {path.name for path in paths} == {f"run-{run_file(run_dir)['run_ids']['wandb']}.wandb"}
-    rows = [row for path in paths for row in wandb_files.history(path)]
+    names = {path.name for path in wandb_files.files_of(run_dir)}
+    assert names == {f"run-{run_file(run_dir)['run_ids']['wandb']}.wandb"}
+    rows = wandb_files.history(run_dir)
     own_steps = [row["_step"] for row in rows]
     assert own_steps == sorted(set(own_steps)), "wandb drops a row whose own step is not higher"
     series: Series = {}
@@ -171,7 +165,7 @@ def test_kills_leave_one_continuous_run(tmp_path, backend):
         if backend == "mlflow":
             assert mlflow_run(tmp_path)[1].info.status == "RUNNING"
         if backend == "wandb":
-            assert not wandb_records(tmp_path, "exit")
+            assert not wandb_files.records(tmp_path, "exit")
             time.sleep(1.0)
     assert run_piece(tmp_path, backend, 7, -1) == EXIT_DONE
     found = READERS[backend](tmp_path)
@@ -181,7 +175,7 @@ def test_kills_leave_one_continuous_run(tmp_path, backend):
     if backend == "mlflow":
         assert mlflow_run(tmp_path)[1].info.status == "FINISHED"
     if backend == "wandb":
-        assert [record.exit_code for record in wandb_records(tmp_path, "exit")] == [EXIT_DONE]
+        assert [record.exit_code for record in wandb_files.records(tmp_path, "exit")] == [EXIT_DONE]
 
 
 @by_tracker
@@ -240,9 +234,9 @@ def test_wandb_takes_its_names_from_the_environment_and_shows_errors(tmp_path, m
     log_steps(tracking, range(1, 3))
     tracking.event("dead", 2, "no gradient for 10 steps", level="error")
     tracking.finish(0)
-    (run,) = wandb_records(tmp_path / "on", "run")
+    (run,) = wandb_files.records(tmp_path / "on", "run")
     assert (run.project, run.display_name, run.run_group) == tuple(names.values())
-    (alert,) = wandb_records(tmp_path / "on", "alert")
+    (alert,) = wandb_files.records(tmp_path / "on", "alert")
     assert alert.text == "no gradient for 10 steps"
     monkeypatch.setenv("USE_WANDB", "False")
     track(tmp_path / "off", "wandb").start(0)

@@ -19,7 +19,13 @@ def files_of(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def records(path: Path) -> Iterator[Any]:
+def records(run_dir: Path, kind: str) -> list[Any]:
+    """The records of a kind in all files."""
+    found = [record for path in files_of(run_dir) for record in _records_of(path)]
+    return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
+
+
+def _records_of(path: Path) -> Iterator[Any]:
     """Protobuf records (`wandb_internal_pb2.Record`)."""
     from wandb.proto import wandb_internal_pb2
 
@@ -42,11 +48,9 @@ def records(path: Path) -> Iterator[Any]:
             parts = b""
 
 
-def history(path: Path) -> Iterator[dict[str, Any]]:
+def history(run_dir: Path) -> list[dict[str, Any]]:
     """The rows logged, with wandb's own `_step` and `_timestamp`."""
-    for record in records(path):
-        if record.WhichOneof("record_type") == "history":
-            yield {
-                item.key or ".".join(item.nested_key): json.loads(item.value_json)
-                for item in record.history.item
-            }
+    return [
+        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in row.item}
+        for row in records(run_dir, "history")
+    ]
