@@ -39,9 +39,9 @@ STEP_S = 3
 """Seconds per step in formats that log the time since the start."""
 
 
-def make_curves(*, num_steps: int = 200, seed: int = 0) -> dict[str, Series]:
+def make_curves(*, num_steps: int = 200) -> dict[str, Series]:
     """Make a usual run with validations every 50 steps; values are exact in 32 bits."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     steps = np.arange(1, num_steps + 1)
     evals = np.arange(50, num_steps + 1, 50)
     curves = {

@@ -202,6 +202,3 @@ CHANGES: dict[str, dict[str, Change]] = {
     },
 }
 """{kind of run: {check: change}}."""
-FAULTS = tuple(
-    (id_, kind, change) for kind, changes in CHANGES.items() for id_, change in changes.items()
-)
