@@ -90,10 +90,7 @@ def test_the_four_causes_why_it_passed_and_how_common_it_is():
     [
         ("kl", "Raise beta from 0.04 to 0.1 to 0.2 and adapt it"),
         ("kl", "epsilon and epsilon_high at 0.1"),
-        (
-            "kl",
-            "at kl > 10 or a clipped ratio > 0.3, save a snapshot and return to a checkpoint",
-        ),
+        ("kl", "at kl > 10 or a clipped ratio > 0.3, save a snapshot and return to a checkpoint"),
         ("kl", "eval_steps=100 and save_steps=100"),
         ("grad_high", "Set max_grad_norm to 1.0, or 0.5"),
         ("grad_high", "skip the optimizer step"),

@@ -311,10 +311,7 @@ def test_two_spikes_are_told_from_the_small_one_beside_a_large_one():
 @pytest.mark.parametrize("share", [0.01, 0.25])
 def test_a_longest_answer_at_the_cap_warns_only_if_many_are_cut_off(share):
     log = grpo(
-        both(
-            fill("completions/max_length", 1024.0),
-            fill("completions/clipped_ratio", share),
-        )
+        both(fill("completions/max_length", 1024.0), fill("completions/clipped_ratio", share))
     )
     assert told(analyse(log))["clipped_ratio:cap"].level == ("warn" if share > 0.1 else "note")
 

@@ -61,8 +61,7 @@ def policy_run() -> Run:
 
 @pytest.fixture(params=[overfitting_run, policy_run], ids=["sft", "grpo"])
 def run(request) -> Run:
-    found: Run = request.param()
-    return found
+    return request.param()
 
 
 def metric(report: Report, key: str, **changes: Any) -> MetricSummary:

@@ -88,10 +88,7 @@ def test_the_schedules_of_this_trainer_are_recognised_however_short(kind, total_
 
 @pytest.mark.parametrize(
     ("where", "expected"),
-    [
-        (slice(999, None), [((1000, 2000), False)]),
-        (slice(9, 20), [((10, 20), True)]),
-    ],
+    [(slice(999, None), [((1000, 2000), False)]), (slice(9, 20), [((10, 20), True)])],
     ids=["to the end", "in the warm-up"],
 )
 def test_a_raised_rate_is_found_to_the_point(where, expected):

@@ -35,14 +35,9 @@ def test_rounding_is_right_on_average_over_keys_and_over_elements(share, sign):
     value = sign * (1 + share * UNIT)
     num_keys = 400
     num_elements = 1000
-    draws = torch.stack(
-        [
-            rounding.rounded(
-                torch.full((num_elements,), value), seeding.key("test", key), first=0
-            ).double()
-            for key in range(num_keys)
-        ]
-    )
+    values = torch.full((num_elements,), value)
+    keys = [seeding.key("test", key) for key in range(num_keys)]
+    draws = torch.stack([rounding.rounded(values, key, first=0).double() for key in keys])
     assert set(draws.unique().tolist()) <= {sign, sign * (1 + UNIT)}
     deviation = UNIT * (share * (1 - share)) ** 0.5
     for errors in (draws.mean() - value, draws.mean(0) - value, draws.mean(1) - value):
@@ -59,14 +54,8 @@ def test_draws_do_not_hang_together():
         (rounding.rounded(values, seeding.key("rounding", seed, step), 0) > 1).double() - 0.5
         for seed, step in ((1, 1), (1, 2), (2, 1))
     )
-    for other in (
-        here.roll(1),
-        here.roll(2**10),
-        here.roll(2**15),
-        next_step,
-        next_seed,
-        next_step.roll(1),
-    ):
+    far = [here.roll(distance) for distance in (1, 2**10, 2**15)]
+    for other in (*far, next_step, next_seed, next_step.roll(1)):
         assert abs(float((here * other).mean()) * 4) < 5 / 2**8
 
 

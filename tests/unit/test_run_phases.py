@@ -20,10 +20,7 @@ from trainer.runtime.status import LOST_RANK, VARIABLE, Beat, Status, new_status
 from trainer.train.start import main as run
 from trainer.train.start.compose import load_config
 
-LIMITS = [
-    "trainer.device=cpu",
-    "trainer.hang_timeout_s=300",
-]
+LIMITS = ["trainer.device=cpu", "trainer.hang_timeout_s=300"]
 
 
 @pytest.fixture
@@ -64,11 +61,7 @@ def test_a_rank_is_watched_while_it_imports_torch(status, rank_runs):
 
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_a_rank_that_lost_another_says_so_first(
-    is_signalled,
-    status,
-    rank_runs,
-    monkeypatch,
-    caplog,
+    is_signalled, status, rank_runs, monkeypatch, caplog
 ):
     """torchrun stops the others with SIGTERM: that nobody asked for a stop, and it is not what
     went wrong.

@@ -60,25 +60,21 @@ with stop.deferred():
 
 
 LEAVES = {
-    "a second signal, later": (
-        """
+    "a second signal, later": """
 with stop.deferred():
     send('SIGINT')
     stop._first_at -= signals.REPEAT_S + 0.1
     send('SIGTERM')
     print('still here')
-"""
-    ),
+""",
     "after the loop": "with stop.deferred(): pass\nsend('SIGTERM'); print('still here')",
-    "the main thread waits inside C code, as for ranks that have not come": (
-        """
+    "the main thread waits inside C code, as for ranks that have not come": """
 import ctypes, threading
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 threading.Timer(0.2, send, ["SIGTERM"]).start()
 libc.pthread_mutex_lock(mutex)
 libc.pthread_mutex_lock(mutex)
-"""
-    ),
+""",
 }
 
 
