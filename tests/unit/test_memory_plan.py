@@ -1,5 +1,6 @@
 """The memory plan: its numbers, its advice, and that it needs no weights, GPU or other ranks."""
 
+import math
 from itertools import chain
 from pathlib import Path
 from typing import Any
