@@ -2,14 +2,14 @@
 arithmetic dequantizes them.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from toy import EXPERTS, write_model_config, write_weights
+from toy import EXPERTS, change_tensors, write_model_config, write_weights
+from whole_runs import change_json
 
 Files = dict[str, torch.Tensor]
 BLOCK = 32
@@ -17,12 +17,6 @@ VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """The 4-bit floats without their sign."""
 PREDICTING = "mtp.layers.0.proj.weight"
 """A weight that transformers' class does not have; exports carry it."""
-
-
-def compressed(**weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, **weights}}
-    settings = {"format": "float-quantized", "config_groups": {"group_0": group}}
-    return {"quant_method": "compressed-tensors", **settings}
 
 
 def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,8 +71,13 @@ def quantize_float8(path: Path, form: str, *, size: int = BLOCK) -> Files:
     settings: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [size, size]}
     if form in ("tensor", "channel", "block"):
         more = {"block_structure": [size, size]} if form == "block" else {}
-        settings = compressed(strategy=form, **more)
-    set_quantization(path, settings)
+        weights = {"type": "float", "num_bits": 8, "strategy": form, **more}
+        settings = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        }
+    change_json(path / "config.json", quantization_config=settings)
     return expected
 
 
@@ -100,7 +99,8 @@ def quantize_mxfp4(path: Path) -> Files:
         values = pairs * (2.0 ** (scales.float() - 127))[..., None]
         expected[name] = values.flatten(-2).transpose(1, 2).bfloat16().contiguous()
     save_file(files, path / "model.safetensors", {"format": "pt"})
-    set_quantization(path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    change_json(path / "config.json", quantization_config=settings)
     return expected
 
 
@@ -108,14 +108,8 @@ def save_model(path: Path, model_type: str, **changes: Any) -> None:
     """Save a model in bfloat16, with one tensor that its class does not have."""
     write_model_config(path, model_type, tie_word_embeddings=False, **changes)
     write_weights(path, torch.bfloat16)
-    tensors = load_file(path / "model.safetensors") | {PREDICTING: torch.randn(40, 64).bfloat16()}
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-
-
-def set_quantization(path: Path, settings: dict[str, Any]) -> None:
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = settings
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    predicting = {PREDICTING: torch.randn(40, 64).bfloat16()}
+    change_tensors(path / "model.safetensors", lambda tensors: tensors.update(predicting))
 
 
 def write(path: Path, form: str) -> Files:

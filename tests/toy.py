@@ -1,6 +1,6 @@
 """Small models, samples and training runs for tests, built from the project's own parts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,12 +117,21 @@ def write_model_config(path: Path, model_type: str = "qwen2", **changes: Any) ->
     return ModelSource(str(path), random_weights=True)
 
 
-def write_weights(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Save random weights for the config.json of a directory; return the model."""
+def write_weights(path: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
+    """Save random weights for the config.json of a directory; return the model. `how` is for
+    `save_pretrained`.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
-    model.save_pretrained(path)
+    model.save_pretrained(path, **how)
     return model
+
+
+def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Let `change` alter the tensors of a file."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
 
 
 def _taken(cls: Any, changes: dict[str, Any]) -> dict[str, Any]:
@@ -280,13 +290,15 @@ def short_run(world: World, source: ModelSource, *, total_steps: int, **changes:
     return run
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor, put together from all ranks. Collective."""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().clone()
+
+
 def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """{name: whole tensor}, collective."""
-    whole = {
-        name: p.full_tensor() if isinstance(p, DTensor) else p
-        for name, p in model.named_parameters()
-    }
-    return {name: tensor.detach().clone() for name, tensor in whole.items()}
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
 def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:

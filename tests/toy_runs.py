@@ -21,6 +21,7 @@ from toy import (
     build_toy_model,
     full_parameters,
     toy_run,
+    whole,
     write_model_config,
 )
 
@@ -46,6 +47,7 @@ BATCH_SIZE = 8
 TOLD: list[tuple[str, int, str]] = []
 """What became of the saves of this rank: kind, step, message."""
 TRACE = "trace.jsonl"
+TRACED = ("train/loss", "train/grad_norm", "train/lr(1e-3)")
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Result:
-    """`losses`: (loss, norm) by step; `loaded` and `parameters`: whole tensors before and after
-    training.
-    """
+    """`losses`: (loss, norm) by step; `parameters`: whole tensors."""
 
     losses: dict[int, tuple[float, float]]
-    loaded: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
-    loaded_moments: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
     start_step: int
     exit_code: int
@@ -219,8 +217,6 @@ def run(
     if start.checkpoint is not None:
         checkpoints.load(start.checkpoint)
         checkpoints.settle(start.checkpoint.step, parts.guard.history)
-    loaded = full_parameters(model)
-    loaded_moments = moments_of(parts)
     recorder = Tracer(run_dir / TRACE, parts) if recipe.has_trace and world.is_main else Recorder()
     parts.checkpoints, parts.tracking = checkpoints, recorder  # type: ignore[assignment]
     with patch.object(step, "local_square_sum", gradient_sum):
@@ -237,9 +233,7 @@ def run(
     }
     return Result(
         losses=losses,
-        loaded=loaded,
         parameters=full_parameters(model),
-        loaded_moments=loaded_moments,
         moments=moments_of(parts),
         start_step=start.position.step,
         exit_code=code,
@@ -259,9 +253,7 @@ def begun(run_dir: Path, target: Path, step: int) -> Path:
 def moments_of(parts: Run) -> dict[str, torch.Tensor]:
     """{name.key: whole tensor}, collective."""
     return {
-        f"{name}.{key}": value.full_tensor().clone()
-        if isinstance(value, DTensor)
-        else value.clone()
+        f"{name}.{key}": whole(value)
         for name, parameter in parts.model.named_parameters()
         for key, value in parts.optimizer.state[parameter].items()
     }
@@ -279,13 +271,7 @@ class Tracer(Recorder):
         super().log(data, step, kind)
         if "train/loss" not in data:
             return
-        line = {
-            "step": step,
-            "loss": float(data["train/loss"]).hex(),
-            "grad_norm": float(data["train/grad_norm"]).hex(),
-            "lr": float(data["train/lr(1e-3)"]).hex(),
-            "state": self._digest(),
-        }
+        line = {"step": step, "state": self._digest()} | {key: data[key] for key in TRACED}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
     def _digest(self) -> str:
@@ -302,12 +288,6 @@ def read_trace(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / TRACE
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
-
-
-def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], value) for name, value in theirs.items()
-    )
 
 
 def flip(path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from processes import free_port
 from rank_server import CONTEXT
 
+from trainer.checkpoint import layout
 from trainer.launch.supervise import run_exit_code
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.status import VARIABLE, Status, new_status
@@ -51,9 +52,11 @@ def tiny_model(root: Path) -> tuple[str, ...]:
 def shrink(model: Path, **sizes: Any) -> None:
     """Let a directory with the quickstart's config.json describe one small layer."""
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    small["head_dim"] = 16
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | small | sizes))
+    change_json(model / "config.json", **small, head_dim=16, **sizes)
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @dataclass
@@ -204,6 +207,10 @@ def curve(run_dir: Path, key: str = "train/loss") -> dict[int, float]:
     path = run_dir / "metrics.jsonl"
     rows = read_metrics(path) if path.exists() else []
     return {int(row["step"]): row[key] for row in rows if key in row}
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return [info.step for info in layout.checkpoints(run_dir)]
 
 
 def before_steps(act: Callable[[Any, int], None]) -> None:

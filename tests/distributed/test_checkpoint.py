@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import each, run_ranks
-from toy import ToySamples, build_toy_model, guard_config, optim_config, toy_run
-from toy_runs import Recipe, begun, checkpoint_manager, equal, flip, run, save_now
+from toy import ToySamples, build_toy_model, differing, guard_config, optim_config, toy_run
+from toy_runs import Recipe, begun, checkpoint_manager, flip, run, save_now
 from toy_runs import source as source  # a fixture
 from transformers import AutoModelForCausalLM
 
@@ -33,8 +33,7 @@ def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
 
 @pytest.mark.covers("S3.16 S3.17 S3.18 S3.19 S3.20 S3.21 S3.22 S3.23 S3.52")
 def test_layout_manifest_and_export(straight, source):
-    run_dir = straight[0]
-    parameters = straight[1].parameters
+    run_dir, result = straight
     step_dir = run_dir / "global_step_6"
     ours = {path.name for path in step_dir.iterdir() if not path.name.startswith(".")}
     ranks = [
@@ -50,8 +49,7 @@ def test_layout_manifest_and_export(straight, source):
     assert verify_files(step_dir, info.manifest) == []
     assert layout.leftovers(run_dir) == []
     exported = AutoModelForCausalLM.from_pretrained(step_dir / "huggingface", dtype=torch.float32)
-    for name, value in parameters.items():
-        assert torch.equal(exported.get_parameter(name), value)
+    assert not differing(dict(exported.named_parameters()), result.parameters)
     generation = json.loads((step_dir / "huggingface" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 3
 
@@ -61,7 +59,7 @@ def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path):
     flip(run_dir / "global_step_6" / layout.optim_file(2, 1))
     again = run_ranks(run, 2, run_dir, source, Recipe())[0]
     assert again.start_step == 4
-    assert equal(again.parameters, straight[1].parameters)
+    assert not differing(again.parameters, straight[1].parameters)
     assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_6.0"]
 
 

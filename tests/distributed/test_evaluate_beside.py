@@ -30,7 +30,6 @@ def test_a_run_that_is_scored_beside_computes_and_writes_the_same(tmp_path, monk
     with whole_runs.started(1, *words, f"trainer.default_local_dir={beside}", log=log) as attempt:
         assert wait_until((beside / "latest_checkpointed_iteration.txt").exists, timeout_s=60)
         pid = attempt.ranks[0].pid
-        assert pid is not None
         os.kill(pid, signal.SIGSTOP)  # until it is being scored: the machine may be slow
         scoring.start()
         assert wait_until((beside / FILE_NAME).exists, timeout_s=60)

@@ -8,6 +8,7 @@ import torch
 from ranks import run_ranks
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 from toy_runs import StopsAfter
+from toy_runs import source as source  # a fixture
 
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import ValidationBatches
@@ -31,8 +32,8 @@ def seeds_in_steps(world: Any, source: Any) -> list[int]:
     return seeds
 
 
-def test_each_rank_draws_its_own_random_numbers_in_each_step(tmp_path):
-    found = run_ranks(seeds_in_steps, 2, write_model_config(tmp_path))
+def test_each_rank_draws_its_own_random_numbers_in_each_step(source):
+    found = run_ranks(seeds_in_steps, 2, source)
     assert len({seed for seeds in found for seed in seeds}) == 4
 
 
@@ -43,9 +44,9 @@ def beats_of_a_step(world: Any, source: Any) -> tuple[int, int]:
     return run.heartbeat.beat.call_count, run.batches.schedule.batch_size
 
 
-def test_the_watchdog_hears_of_every_micro_batch(tmp_path):
+def test_the_watchdog_hears_of_every_micro_batch(source):
     """A step of many micro-batches may take longer than the limit for silence."""
-    ((num_beats, num_micro_batches),) = run_ranks(beats_of_a_step, 1, write_model_config(tmp_path))
+    ((num_beats, num_micro_batches),) = run_ranks(beats_of_a_step, 1, source)
     assert num_beats >= num_micro_batches == 8
 
 
@@ -82,5 +83,5 @@ def exit_code(world: Any, source: Any, stop_in_step: int) -> int:
 
 
 @pytest.mark.parametrize(("step", "code"), [(1, EXIT_RESUMABLE), (2, EXIT_DONE)])
-def test_a_run_that_is_stopped_in_its_last_step_is_done(tmp_path, step, code):
-    assert run_ranks(exit_code, 1, write_model_config(tmp_path), step) == [code]
+def test_a_run_that_is_stopped_in_its_last_step_is_done(source, step, code):
+    assert run_ranks(exit_code, 1, source, step) == [code]

@@ -2,15 +2,14 @@
 and gives up in time.
 """
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from ranks import run_ranks
-from toy import ToySamples, build_toy_model, full_parameters, toy_run, write_model_config
-from toy_runs import equal
+from toy import ToySamples, build_toy_model, differing, full_parameters, toy_run
+from toy_runs import source as source  # a fixture
 
 from trainer.data.batch import LossOutput
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE
@@ -56,17 +55,12 @@ def train_poisoned(
     return code, parts.tracking.rows, history
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_model_config(Path(tmp_path_factory.mktemp("model")))
-
-
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_one_bad_step_is_skipped_by_all(source, poison):
     for code, rows, history in run_ranks(train_poisoned, 2, source, {3}, poison):
         assert code == EXIT_DONE
-        assert equal(history[2], history[1]), "the poisoned step changed parameters"
-        assert not equal(history[3], history[2]) and all(
+        assert not differing(history[2], history[1]), "the poisoned step changed parameters"
+        assert differing(history[3], history[2]) and all(
             torch.isfinite(v).all() for v in history[5].values()
         )
         assert [row["optim/skipped_steps"] for _, row in rows] == [0, 0, 1, 1, 1, 1]
@@ -78,4 +72,4 @@ def test_too_many_in_a_row_is_76(source):
     for code, rows, history in run_ranks(train_poisoned, 2, source, {2, 3, 4, 5, 6, 7}, "loss", 8):
         assert code == EXIT_DIVERGED
         assert len(rows) == 6, "five in a row are the limit"
-        assert equal(history[5], history[0])
+        assert not differing(history[5], history[0])

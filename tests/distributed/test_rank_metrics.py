@@ -9,9 +9,10 @@ from unittest.mock import patch
 import pytest
 from ranks import run_ranks
 from torch import Tensor
-from toy import ToySamples, build_toy_model, full_parameters, toy_run, write_model_config
+from toy import ToySamples, build_toy_model, full_parameters, toy_run
+from toy_runs import source as source  # a fixture
 
-from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
+from trainer.model.losses import LOSSES, Loss, cross_entropy
 from trainer.optim import clip
 from trainer.runtime.distributed import World
 from trainer.tracking import Tracking, read_metrics
@@ -63,19 +64,11 @@ def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
     return train(world, run_dir, source, loss="measuring")
 
 
-def train_with_z_loss(world: World, run_dir: Path, source: Any) -> int:
-    LOSSES["with_z"] = Loss(
-        cross_entropy, terms={"z": Term(lambda logits, _: logits.logsumexp(dim=-1) ** 2, 0.01)}
-    )
-    return train(world, run_dir, source, loss="with_z")
-
-
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == "train"]
 
 
-def test_a_metric_of_ones_own_is_combined_over_ranks_and_logged(tmp_path):
-    source = write_model_config(tmp_path)
+def test_a_metric_of_ones_own_is_combined_over_ranks_and_logged(source, tmp_path):
     assert run_ranks(train_with_own_metrics, 2, tmp_path / "own", source) == [0, 0]
     found = rows(tmp_path / "own")
     assert [row["test/rank"] for row in found] == [3.0] * NUM_STEPS
@@ -102,8 +95,8 @@ def train_slowly(world: World, run_dir: Path, source: Any) -> int:
 
 
 @pytest.mark.covers("S0.6 S0.26:C S0.31")
-def test_the_rank_that_others_wait_for_is_named_with_its_phase(tmp_path):
-    assert run_ranks(train_slowly, 2, tmp_path / "run", write_model_config(tmp_path)) == [0, 0]
+def test_the_rank_that_others_wait_for_is_named_with_its_phase(source, tmp_path):
+    assert run_ranks(train_slowly, 2, tmp_path / "run", source) == [0, 0]
     first, second, third = rows(tmp_path / "run")
     assert "time/train/slowest_rank" not in first, "no packet has brought the ranks' times yet"
     for row in (second, third):
@@ -142,9 +135,8 @@ def train_noting_norms(
     return grad_norms, math.hypot(*weight_norms), [row for _, row in run.tracking.rows]
 
 
-def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(tmp_path):
+def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(source):
     """On one rank, sharded over two, and replicated on two."""
-    source = write_model_config(tmp_path)
     key = "optim/grad_norm/"
     told = []
     for num_ranks, fsdp_size in ((1, -1), (2, -1), (2, 1)):
@@ -163,11 +155,3 @@ def test_the_norms_of_parameters_and_of_each_block_are_alike_on_all_meshes(tmp_p
     assert expected <= told[0].keys()
     for blocks in told[1:]:
         assert blocks == pytest.approx(told[0], rel=1e-5)
-
-
-def test_a_term_of_the_loss_has_a_metric_of_its_own(tmp_path):
-    run_ranks(train_with_z_loss, 2, tmp_path / "run", write_model_config(tmp_path))
-    for row in rows(tmp_path / "run"):
-        trained = row["train/loss"] + 0.01 * row["train/objective/z"]
-        assert row["train/objective"] == pytest.approx(trained, rel=1e-6)
-        assert row["train/objective/z"] > 1

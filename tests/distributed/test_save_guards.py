@@ -38,28 +38,20 @@ def is_manifest(world: Any, operation: Operation) -> bool:
     return bool(world.is_main and is_created)
 
 
-def save_watched(
-    world: Any, run_dir: Path, source: Any, disturb: Any, save_timeout_s: int = 30
-) -> Any:
-    """Return the operations of one save and its error. `disturb(world, operation, run_dir)` is
-    called before each operation.
+def save_watched(world: Any, run_dir: Path, source: Any, disturb: Any, save_timeout_s: int) -> Any:
+    """Return the error of one save. `disturb(world, operation, run_dir)` is called before each
+    operation.
     """
-    log: list[tuple[str, str, str]] = []
-
-    def observe(operation: Operation) -> None:
-        log.append((operation.kind, str(operation.path), str(operation.target)))
-        disturb(world, operation, run_dir)
-
     run_dir.mkdir(exist_ok=True)
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     recipe = Recipe(save_timeout_s=save_timeout_s)
     lock = held_lock(world, run_dir)
     manager = checkpoint_manager(world, run_dir, source, parts, recipe, lock=lock)
-    fsio.observer = observe
+    fsio.observer = lambda operation: disturb(world, operation, run_dir)
     save_now(manager, parts, is_required=False)
     fsio.observer = None
     dist.barrier()  # the ranks of a run do not leave one by one
-    return log, manager._last_error
+    return manager._last_error
 
 
 def replace_lock(run_dir: Path) -> None:
@@ -73,15 +65,6 @@ def take_over(world: Any, operation: Operation, run_dir: Path) -> None:
     if is_manifest(world, operation):
         replace_lock(run_dir)
         (run_dir / STAGED_BY_OTHER).mkdir()
-
-
-def test_a_run_that_was_taken_over_commits_nothing_and_leaves_the_save_of_the_other(
-    source, tmp_path
-):
-    for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, take_over):
-        assert "another run has taken it over" in error
-    assert layout.checkpoints(tmp_path / "run") == []
-    assert [path.name for path in (tmp_path / "run").glob(".staging*")] == [STAGED_BY_OTHER]
 
 
 def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
@@ -123,23 +106,28 @@ def truncate_after_report(world: Any, operation: Operation, run_dir: Path) -> No
         os.truncate(shard, 1000)
 
 
-@pytest.mark.covers("S3.53")
-def test_a_file_shorter_than_its_rank_reported_is_not_committed(source, tmp_path):
-    for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, truncate_after_report):
-        assert "optim_world_size_2_rank_1.pt has 1000 bytes" in error
-    assert layout.checkpoints(tmp_path / "run") == []
-
-
 def dawdle(world: Any, operation: Operation, run_dir: Path) -> None:
     if is_manifest(world, operation):
         time.sleep(2.2)
 
 
-def test_a_save_past_its_deadline_is_not_committed(source, tmp_path):
-    for _, error in run_ranks(save_watched, 2, tmp_path / "run", source, dawdle, save_timeout_s=2):
-        assert "save took longer than" in error
-    assert layout.checkpoints(tmp_path / "run") == []
-    assert not list((tmp_path / "run").glob(".staging*"))
+DISTURBED: dict[Any, tuple[int, str, list[str]]] = {
+    take_over: (30, "another run has taken it over", [STAGED_BY_OTHER]),
+    truncate_after_report: (30, "optim_world_size_2_rank_1.pt has 1000 bytes", []),
+    dawdle: (2, "save took longer than", []),
+}
+"""{what happens in a save: (its time limit, a part of the error, what is staged afterwards)}"""
+
+
+@pytest.mark.covers("S3.53")
+@pytest.mark.parametrize("disturb", DISTURBED)
+def test_a_disturbed_save_is_not_committed(source, tmp_path, disturb):
+    limit_s, said, staged = DISTURBED[disturb]
+    run_dir = tmp_path / "run"
+    for error in run_ranks(save_watched, 2, run_dir, source, disturb, limit_s):
+        assert said in error
+    assert layout.checkpoints(run_dir) == []
+    assert [path.name for path in run_dir.glob(".staging*")] == staged
 
 
 def agree_after_a_late_answer(world: Any) -> list[Any]:

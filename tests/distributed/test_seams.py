@@ -11,9 +11,9 @@ import torch
 from family_trials import heard
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from toy import ToySamples, differing, write_model_config
+from toy import ToySamples, differing, whole
 from toy_runs import Recipe, Result, StopsAfter, run
+from toy_runs import source as source  # a fixture
 
 from trainer.checkpoint import layout
 from trainer.config import OptimConfig
@@ -86,19 +86,22 @@ def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Resu
     ]
 
 
-def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(tmp_path):
-    source = write_model_config(tmp_path)
-    whole = run_ranks(train, 2, tmp_path / "straight", source)[0]
+def test_losses_and_optimizers_of_ones_own_train_and_resume_bit_equal(source, tmp_path):
+    straight = run_ranks(train, 2, tmp_path / "straight", source)[0]
     stopped, again = (
         run_ranks(train, 2, tmp_path / "parted", source, *steps)[0] for steps in ((2,), ())
     )
     assert [result.exit_code for result in stopped] == [EXIT_RESUMABLE] * len(CHOICES)
-    for straight, resumed in zip(whole, again, strict=True):
-        assert resumed.start_step == 2 and len(straight.losses) == 4
-        assert resumed.losses == {step: straight.losses[step] for step in (3, 4)}
-        assert differing(resumed.parameters, straight.parameters) == []
-        assert differing(resumed.moments, straight.moments) == []
-    assert len({straight.losses[4] for straight in whole}) == len(CHOICES)
+    for whole_run, resumed in zip(straight, again, strict=True):
+        assert resumed.start_step == 2 and len(whole_run.losses) == 4
+        assert resumed.losses == {step: whole_run.losses[step] for step in (3, 4)}
+        assert differing(resumed.parameters, whole_run.parameters) == []
+        assert differing(resumed.moments, whole_run.moments) == []
+    assert len({whole_run.losses[4] for whole_run in straight}) == len(CHOICES)
+    for _, row in straight[0].rows:
+        trained = row["train/loss"] + Z_WEIGHT * row["train/objective/z"]
+        assert row["train/objective"] == pytest.approx(trained, rel=1e-6)
+        assert row["train/objective/z"] > 1
 
 
 class WeightAverage(Part):
@@ -197,15 +200,11 @@ def train_averaged(
     recipe = Recipe(total_steps=4, **({"save_freq": -1} | settings))
     with heard() as lines:
         result = run(world, run_dir, source, recipe, stop=StopsAfter(num_steps))
-    averages = {
-        name: average.full_tensor() if isinstance(average, DTensor) else average
-        for name, average in made[0].averages.items()
-    }
+    averages = {name: whole(average) for name, average in made[0].averages.items()}
     return sorted(result.losses), averages, lines
 
 
-def test_a_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path):
-    source = write_model_config(tmp_path)
+def test_a_part_of_ones_own_is_saved_and_goes_on_bit_equal(source, tmp_path):
     straight = run_ranks(train_averaged, 2, tmp_path / "straight", source)
     run_ranks(train_averaged, 2, tmp_path / "run", source, 2)
     resumed = run_ranks(train_averaged, 2, tmp_path / "run", source)
@@ -215,31 +214,29 @@ def test_a_part_of_ones_own_is_saved_and_goes_on_bit_equal(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Tensor]]:
-    """The model, and the averages after a run in one piece on two ranks."""
-    root = tmp_path_factory.mktemp("sharded")
-    source = write_model_config(root)
-    return source, run_ranks(train_averaged, 2, root / "run", source, kind=Sharded)[0][1]
+def sharded(source: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """The averages after a run in one piece on two ranks."""
+    run_dir = tmp_path_factory.mktemp("sharded") / "run"
+    return run_ranks(train_averaged, 2, run_dir, source, kind=Sharded)[0][1]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "is_async"), [(2, 2, True), (2, 1, False), (1, 2, False)]
 )
 def test_a_sharded_part_continues_on_any_number_of_ranks(
-    tmp_path, sharded, before, after, is_async
+    source, tmp_path, sharded, before, after, is_async
 ):
     """Steps 3 and 4 change the averages, within rounding alike on another number of ranks."""
-    source, expected = sharded
     settings = {"kind": Sharded, "async_save": is_async, "save_freq": 1}
     run_ranks(train_averaged, before, tmp_path / "run", source, 2, **settings)
     resumed = run_ranks(train_averaged, after, tmp_path / "run", source, **settings)
     for steps, averages, _ in resumed:
-        assert steps == [3, 4] and averages.keys() == expected.keys()
+        assert steps == [3, 4] and averages.keys() == sharded.keys()
         assert averages["num_steps"] == 4
         for name, average in averages.items():
             if before == after == 2:
-                assert torch.equal(average, expected[name]), name
-            torch.testing.assert_close(average, expected[name], rtol=1e-3, atol=1e-5)
+                assert torch.equal(average, sharded[name]), name
+            torch.testing.assert_close(average, sharded[name], rtol=1e-3, atol=1e-5)
 
 
 REFUSED: dict[type[WeightAverage], str] = {
@@ -259,8 +256,7 @@ def refusals(world: Any, root: Path, source: Any) -> list[str]:
     return found
 
 
-def test_a_state_that_other_ranks_could_not_take_over_is_refused_at_the_save(tmp_path):
-    source = write_model_config(tmp_path / "model")
+def test_a_state_that_other_ranks_could_not_take_over_is_refused_at_the_save(source, tmp_path):
     for found in run_ranks(refusals, 2, tmp_path, source):
         for message, text in zip(found, REFUSED.values(), strict=True):
             assert text in message
@@ -268,8 +264,7 @@ def test_a_state_that_other_ranks_could_not_take_over_is_refused_at_the_save(tmp
 
 
 @pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), (2, {"fsdp_size": 1})])
-def test_a_part_of_each_rank_is_not_given_to_other_ranks(tmp_path, num_ranks, changes):
-    source = write_model_config(tmp_path)
+def test_a_part_of_each_rank_is_not_given_to_other_ranks(source, tmp_path, num_ranks, changes):
     run_ranks(train_averaged, 2, tmp_path / "run", source, 2)
     text = "one state of the part 'average' for each of its ranks"
     with pytest.raises(AssertionError, match=text):

@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 from family_trials import heard
 from ranks import run_ranks
-from toy import write_model_config
 from toy_runs import Recipe, begin, fingerprints, run, trainer_config
+from toy_runs import source as source  # a fixture
 
 from trainer.checkpoint import choice, fsio, layout, start
 from trainer.config import ConfigError
 from trainer.errors import EXIT_RESUMABLE, CannotWriteError
 from trainer.runtime.signals import StopRequest
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_model_config(tmp_path_factory.mktemp("model"))
 
 
 def start_unseen(world: Any, run_dir: Path) -> str:
@@ -113,5 +108,4 @@ def run_for_no_time(world: Any, run_dir: Path, source: Any) -> Any:
 def test_a_time_limit_of_one_rank_stops_all_at_the_same_step(tmp_path, source):
     for result in run_ranks(run_for_no_time, 2, tmp_path / "run", source):
         assert (result.exit_code, set(result.losses)) == (EXIT_RESUMABLE, {1})
-    chosen = choice.select(tmp_path / "run").chosen
-    assert chosen is not None and chosen.step == 1
+    assert choice.select(tmp_path / "run").chosen.step == 1

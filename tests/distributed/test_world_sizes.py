@@ -63,7 +63,6 @@ def load_all(
     found = []
     for run_dir in run_dirs:
         info = layout.inspect(run_dir / "global_step_6")
-        assert info.manifest is not None
         model = build_toy_model(world, source)
         start = info.manifest.position
         parts = toy_run(world, model, ToySamples(), total_steps=6, start=start)

@@ -1,7 +1,6 @@
 """A real run as the person who watches it sees it."""
 
 import json
-import statistics
 from pathlib import Path
 
 import pytest
@@ -56,14 +55,6 @@ def test_a_run_logs_what_the_table_promises_and_nothing_else(watched):
     missing = sorted(promised - seen)
     assert [key for key in missing if not key.startswith(NEEDS_CUDA)] == []
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, NUM_STEPS + 1))
-
-
-@pytest.mark.covers("S0.6 S0.26:C")
-def test_phases_close_within_two_per_cent(watched):
-    rows = [row for row in read_metrics(watched / "metrics.jsonl") if row["kind"] == "train"]
-    # A busy machine may take the processor away in a single step.
-    shares = [row["time/train/other_s"] / row["time/train/step_s"] for row in rows]
-    assert statistics.median(shares) < 0.02
 
 
 def test_a_run_leaves_report_events_heartbeats_and_traces(watched):

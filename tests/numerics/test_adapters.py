@@ -16,6 +16,7 @@ from ranks import each, run_ranks
 from safetensors.torch import save_file
 from test_invariance import plain_run, train
 from toy import ToySamples, build_toy_model, differing, model_config, relative, write_model_config
+from toy_runs import source as source  # a fixture
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from whole_models import write_whole_model
 
@@ -80,9 +81,8 @@ def first_values(world: Any, model: Any, **changes: Any) -> dict[str, torch.Tens
     return {name: p.full_tensor() for name, p in built.named_parameters() if ".lora_" in name}
 
 
-def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path):
-    model = write_model_config(tmp_path)
-    one, two = (run_ranks(first_values, n, model, lora_rank=5)[0] for n in (1, 2))
+def test_first_values_do_not_depend_on_the_number_of_ranks(source):
+    one, two = (run_ranks(first_values, n, source, lora_rank=5)[0] for n in (1, 2))
     assert differing(one, two) == []
     for name, value in one.items():
         if ".lora_B." in name:
@@ -200,48 +200,41 @@ def test_lists_and_patterns_name_dense_and_shared_layers(family, name, targets, 
     assert adapted_by_plain_peft(source, adapters.settings(model)) == layers
 
 
+def targets(*names: str, **changes: Any) -> dict[str, Any]:
+    return {"target_modules": list(names), **changes}
+
+
 HEAD = "embeddings and the output head"
 FUSED = "fused kernels of Mamba"
 
 
 @pytest.mark.parametrize(
-    ("name", "targets", "message"),
+    ("name", "changes", "message"),
     [
-        ("qwen2", ["qproj"], "names no layer of this model.*did you mean 'q_proj'"),
-        ("qwen2", "q_proj", r"whole names.*model\.target_modules=\[q_proj\]"),
-        ("qwen2", "(", "not a regular expression"),
-        ("qwen2", ["norm"], "'model.norm' cannot be adapted: it is not a linear layer"),
-        ("qwen2", ["lm_head"], HEAD),
-        ("qwen2", ["embed_tokens"], HEAD),
-        ("qwen3_moe", ["gate_proj"], "names no layer.*\n.*experts.gate_up_proj"),
-        ("mamba2", ["in_proj", "out_proj"], FUSED),
-        ("mamba2", ["conv1d"], FUSED),
-        ("deepseek_v4", ["o_a_proj"], "not one matrix product"),
-        ("qwen3_moe", ["experts.down_proj"], "adapts only experts"),
+        ("qwen2", targets("qproj"), "names no layer of this model.*did you mean 'q_proj'"),
+        ("qwen2", {"target_modules": "q_proj"}, r"whole names.*model\.target_modules=\[q_proj\]"),
+        ("qwen2", {"target_modules": "("}, "not a regular expression"),
+        ("qwen2", targets("norm"), "'model.norm' cannot be adapted: it is not a linear layer"),
+        ("qwen2", targets("lm_head"), HEAD),
+        ("qwen2", targets("embed_tokens"), HEAD),
+        ("qwen3_moe", targets("gate_proj"), "names no layer.*\n.*experts.gate_up_proj"),
+        ("mamba2", targets("in_proj", "out_proj"), FUSED),
+        ("mamba2", targets("conv1d"), FUSED),
+        ("deepseek_v4", targets("o_a_proj"), "not one matrix product"),
+        ("qwen3_moe", targets("experts.down_proj"), "adapts only experts"),
+        (
+            "qwen3_moe",
+            targets("o_proj", "experts.down_proj", lora_dropout=0.1),
+            "do not support dropout",
+        ),
+        ("qwen2", {"modules_to_save": ["norm"]}, r"'norm' is neither(.|\n)*embed_tokens, lm_head"),
+        ("qwen2", {"lora_rank": 0, "freeze": ["layers.7"]}, "matches 'layers.7'"),
+        ("qwen2", {"lora_rank": 0, "freeze": ["."]}, "nothing is left to train"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(family, name, targets, message):
+def test_what_cannot_be_trained_is_refused(family, name, changes, message):
     with pytest.raises(ConfigError, match=message):
-        on_meta(family(name), target_modules=targets)
-
-
-def test_experts_are_not_adapted_with_dropout(family):
-    targets = ["o_proj", "experts.down_proj"]
-    with pytest.raises(ConfigError, match="do not support dropout"):
-        on_meta(family("qwen3_moe"), target_modules=targets, lora_dropout=0.1)
-
-
-def test_only_the_ends_of_a_model_are_trained_in_full(family):
-    with pytest.raises(ConfigError, match=r"'norm' is neither(.|\n)*embed_tokens, lm_head"):
-        on_meta(family("qwen2"), modules_to_save=["norm"])
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"), [("layers.7", "matches 'layers.7'"), (".", "nothing is left to train")]
-)
-def test_a_pattern_that_freezes_nothing_or_everything_is_refused(family, pattern, message):
-    with pytest.raises(ConfigError, match=message):
-        on_meta(family("qwen2"), lora_rank=0, freeze=[pattern])
+        on_meta(family(name), **changes)
 
 
 def exported(source: ModelSource, path: Path, **changes: Any) -> str:
@@ -267,15 +260,10 @@ def test_mixtures_and_mamba_train_as_in_a_plain_loop_with_peft(family, tmp_path,
     assert_as_plain(source, adapter, {**ON_ONE_RANK, 2: MICRO_BATCHES})
 
 
-def adapter_of_whole(source: ModelSource, path: Path, targets: str) -> str:
-    """One that peft makes for layers of the whole checkpoint."""
-    whole: Any = AutoModelForMultimodalLM.from_pretrained(source.path, dtype=torch.float32)
-    return write_adapter(whole, path, target_modules=targets, lora_alpha=4)
-
-
 def test_an_adapter_of_another_part_is_refused(tmp_path):
     source = write_whole_model(tmp_path / "model", "mistral3")
-    adapter = adapter_of_whole(source, tmp_path / "adapter", r".*\.q_proj")
+    whole: Any = AutoModelForMultimodalLM.from_pretrained(source.path, dtype=torch.float32)
+    adapter = write_adapter(whole, tmp_path / "adapter", target_modules=r".*\.q_proj")
     with pytest.raises(
         ConfigError,
         match=r"adapts .*vision_tower.*q_proj.*, but only the language model is trained",
@@ -301,8 +289,8 @@ def test_keys_that_do_not_work_with_lora(word):
 
 
 @pytest.mark.parametrize(("changes", "scale"), [({}, 6 / 4), ({"use_rslora": True}, 6 / 2)])
-def test_adapters_are_scaled_as_configured(tmp_path, changes, scale):
-    model = on_meta(write_model_config(tmp_path), lora_rank=4, lora_alpha=6, **changes)
+def test_adapters_are_scaled_as_configured(source, changes, scale):
+    model = on_meta(source, lora_rank=4, lora_alpha=6, **changes)
     adapted_layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert adapted_layers and all([*layer.scaling.values()] == [scale] for layer in adapted_layers)
     assert adapters.settings(model)["lora_alpha"] == 6

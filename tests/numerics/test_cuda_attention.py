@@ -19,7 +19,8 @@ from kernel_terms import insist
 from test_attention import SEQLENS, bounds, dense, errors, inputs
 from torch import Tensor, nn
 from torch.nn.attention import varlen
-from toy import build, write_model_config
+from toy import build
+from toy_runs import source as source  # a fixture
 
 from trainer.config import ConfigError
 from trainer.model import attention, parallelize
@@ -86,10 +87,8 @@ def test_what_the_kernel_lacks_runs_without_it(extra):
 
 
 def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
-    tmp_path,
+    source,
 ):
-    source = write_model_config(tmp_path)
-
     def of_torch_2_10(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None
     ):  # type: ignore[no-untyped-def]

@@ -10,8 +10,8 @@ from exports import export_adapted, export_model, tensors_in
 from peft import PeftModel
 from quantized_files import PREDICTING, Files, write
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
-from toy import build
+from torch.distributed.tensor import DTensor
+from toy import build, change_tensors, differing, whole
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from trainer.checkpoint.export import ExportSource
@@ -31,30 +31,26 @@ DEQUANTIZED: dict[str, Any] = {
 FORMS = ("blocks", "cut blocks", "exponents", "tensor", "channel", "block", "experts", "mxfp4")
 
 
-def different(found: Files, expected: Files) -> list[str]:
-    return [name for name in expected if not torch.equal(found[name], expected[name])]
-
-
 def nf4_weights(world: Any, path: Path) -> Files:
     """The weights in NF4, by their names in the files."""
     model = build(
         world, ModelSource(str(path)), random_weights=False, lora_rank=4, load_in_4bit=True
     )
     return {
-        base_name(name): tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.data
+        base_name(name): whole(tensor)
         for name, tensor in model.named_parameters()
         if nf4.is_nf4(tensor)
     }
 
 
-def load_and_export(world: Any, root: Path) -> dict[str, tuple[float, Files]]:
-    """Return loss, and weights of each model; export each."""
+def load_and_export(world: Any, root: Path) -> dict[str, Files]:
+    """Return the weights of each model; export each."""
     results = {}
     for form in FORMS:
         source = ModelSource(str(root / form))
         model = build(world, source, random_weights=False)
-        weights = {
-            name: tensor.full_tensor().bfloat16() if hasattr(tensor, "full_tensor") else tensor
+        results[form] = {
+            name: whole(tensor).bfloat16() if isinstance(tensor, DTensor) else tensor
             for name, tensor in model.state_dict().items()
         }
         export_source = ExportSource(
@@ -62,7 +58,6 @@ def load_and_export(world: Any, root: Path) -> dict[str, tuple[float, Files]]:
         )
         target = root / f"{form}-export"
         export_model(world, model, target, export_source, dtype="bfloat16")
-        results[form] = weights
     return results
 
 
@@ -98,7 +93,7 @@ def test_models_train_on_and_exports_are_bfloat16_without_a_trace(root, expected
     loaded = run_ranks(load_and_export, 2, root, timeout_s=300)[0]
     for form in FORMS:
         target = root / f"{form}-export"
-        assert not different(tensors_in(target), expected[form]), form
+        assert not differing(tensors_in(target), expected[form]), form
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
         assert "quantization_config" not in config
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -106,12 +101,12 @@ def test_models_train_on_and_exports_are_bfloat16_without_a_trace(root, expected
         )
         assert set(info["unexpected_keys"]) <= {PREDICTING}, form
         assert not info["missing_keys"] and not info["mismatched_keys"], (form, info)
-        assert not different(loaded[form], model.state_dict()), form
+        assert not differing(loaded[form], model.state_dict()), form
         if form in DEQUANTIZED:
             theirs = AutoModelForCausalLM.from_pretrained(
                 root / form, dtype=torch.bfloat16, quantization_config=DEQUANTIZED[form]
             )
-            assert not different(model.state_dict(), theirs.state_dict()), form
+            assert not differing(model.state_dict(), theirs.state_dict()), form
 
 
 def adapt_and_merge(world: Any, path: Path, target: Path, layers: str | list[str]) -> None:
@@ -139,27 +134,24 @@ def test_adapters_are_merged_with_the_dequantized_base(root, expected, form, lay
     torch.testing.assert_close(ours.state_dict(), theirs, rtol=1e-2, atol=1e-3)
 
 
-def without_scales(files: Files) -> Files:
-    return {name: tensor for name, tensor in files.items() if not name.endswith("_scale_inv")}
+def drop_scales(files: Files) -> None:
+    for name in [name for name in files if name.endswith("_scale_inv")]:
+        del files[name]
 
 
-def with_wider_grid(files: Files) -> Files:
-    return {
-        name: torch.ones(5, 5) if name.endswith("_scale_inv") else tensor
-        for name, tensor in files.items()
-    }
+def widen_grid(files: Files) -> None:
+    files.update({name: torch.ones(5, 5) for name in files if name.endswith("_scale_inv")})
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (without_scales, "its scales are missing"),
-        (with_wider_grid, "no block of rows and columns"),
+        (drop_scales, "its scales are missing"),
+        (widen_grid, "no block of rows and columns"),
     ],
 )
 def test_codes_whose_scales_do_not_fit_are_refused(tmp_path, change, reason):
     write(tmp_path, "blocks")
-    file = tmp_path / "model.safetensors"
-    save_file(change(load_file(file)), file)
+    change_tensors(tmp_path / "model.safetensors", change)
     with pytest.raises(ConfigError, match=reason):
         weights_in(tmp_path)

@@ -163,9 +163,8 @@ def install(kernels: list[Any]) -> None:
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_kernels_with_document_bounds_equal_the_loop(hybrid, recomputes):
     settings = {"enable_gradient_checkpointing": recomputes}
-    kernels = [causal_conv1d_fn, chunk_gated_delta_rule]
     looped, no_kinds, _ = run_ranks(step_with_kernels, 2, hybrid, settings, [])[0]
-    packed, kinds, lines = run_ranks(step_with_kernels, 2, hybrid, settings, kernels)[0]
+    packed, kinds, lines = run_ranks(step_with_kernels, 2, hybrid, settings, KERNELS)[0]
     assert (no_kinds, kinds) == ([], ["Qwen3_5GatedDeltaNet"])
     assert any("kernels that take document bounds: Qwen3_5GatedDeltaNet" in line for line in lines)
     assert abs(packed[0] - looped[0]) / looped[0] < 1e-6
@@ -179,19 +178,6 @@ def failing(*_: Any, **__: Any) -> Any:
 
 def leaking_conv(x, weight, bias=None, seq_idx=None, activation=None):
     return _causal_conv1d(x, weight, bias, activation)
-
-
-@pytest.mark.parametrize(
-    "kernels",
-    [[leaking_conv, chunk_gated_delta_rule], [causal_conv1d_fn, refusing], [failing, failing]],
-    ids=["leaks", "refuses bounds", "refuses the CPU"],
-)
-def test_kernels_that_fail_the_self_check_are_not_used(hybrid, kernels):
-    looped, _, _ = run_ranks(step_with_kernels, 1, hybrid, {}, [])[0]
-    found, kinds, lines = run_ranks(step_with_kernels, 1, hybrid, {}, kernels)[0]
-    assert any("kernels of Qwen3_5GatedDeltaNet fail the self-check" in line for line in lines)
-    assert kinds == []
-    assert found[0] == looped[0] and worst(found, looped) == 0
 
 
 def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, seq_idx=None, **kwargs):
@@ -213,14 +199,27 @@ def other_values(projected: torch.Tensor, *_: Any, outproj_weight: torch.Tensor,
     return projected[..., : outproj_weight.shape[1]] @ outproj_weight.T
 
 
-@pytest.mark.parametrize("fused", [failing, other_values])
-def test_the_self_check_runs_the_kernel_that_training_runs(tmp_path, fused):
-    """Mamba has a kernel for training alone. Where it fails, transformers' own code trains."""
-    source = write_model_config(tmp_path, "bamba", **family_settings("bamba"))
+KERNELS = [causal_conv1d_fn, chunk_gated_delta_rule]
+BAMBA = ("bamba", family_settings("bamba"))
+FAILS = "kernels of Qwen3_5GatedDeltaNet fail the self-check"
+REPLACED = "transformers' own code takes their place"
+UNUSED: dict[str, tuple[Any, list[Any], str]] = {
+    "leaks": (HYBRID, [leaking_conv, chunk_gated_delta_rule], FAILS),
+    "refuses bounds": (HYBRID, [causal_conv1d_fn, refusing], FAILS),
+    "refuses the CPU": (HYBRID, [failing, failing], FAILS),
+    "fails in training": (BAMBA, [*KERNELS, mamba_chunk_scan_combined, failing], REPLACED),
+    "differs in training": (BAMBA, [*KERNELS, mamba_chunk_scan_combined, other_values], REPLACED),
+}
+"""Kernels that fail the self-check are not used. Mamba has a kernel for training alone."""
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_the_self_check_runs_the_kernel_that_training_runs(tmp_path, name):
+    (family, settings), kernels, said = UNUSED[name]
+    source = write_model_config(tmp_path, family, **settings)
     looped, _, _ = run_ranks(step_with_kernels, 1, source, {}, [])[0]
-    kernels = [causal_conv1d_fn, chunk_gated_delta_rule, mamba_chunk_scan_combined, fused]
     found, kinds, lines = run_ranks(step_with_kernels, 1, source, {}, kernels)[0]
-    assert any("transformers' own code takes their place" in line for line in lines), lines
+    assert any(said in line for line in lines), lines
     assert kinds == []
     assert found[0] == looped[0] and worst(found, looped) == 0
 
@@ -241,15 +240,13 @@ def planned_gib(_: Any, words: list[str], kernels: list[Any]) -> float:
 def test_a_plan_needs_no_kernel(hybrid):
     """Installed kernels do not run on the plan's fake tensors; it counts the references."""
     words = [f"model.partial_pretrain={hybrid.path}", "data.max_length=64"]
-    kernels = [failing] * 2
     bare, installed = (
-        run_ranks(planned_gib, 1, words, functions)[0] for functions in ([], kernels)
+        run_ranks(planned_gib, 1, words, kernels)[0] for kernels in ([], [failing] * 2)
     )
     assert installed == bare
 
 
 def test_ranks_that_share_documents_do_not_use_kernels(hybrid):
     settings = {"ulysses_sequence_parallel_size": 2}
-    kernels = [causal_conv1d_fn, chunk_gated_delta_rule]
-    found = run_ranks(step_with_kernels, 2, hybrid, settings, kernels, sequence_size=2)
+    found = run_ranks(step_with_kernels, 2, hybrid, settings, KERNELS, sequence_size=2)
     assert all(kinds == [] for _, kinds, _ in found)

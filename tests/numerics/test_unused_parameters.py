@@ -9,7 +9,8 @@ from typing import Any
 from ranks import run_ranks
 from sweeps import short_or_full
 from test_invariance import train
-from toy import relative, write_model_config
+from toy import relative
+from toy_runs import source as source  # a fixture
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 
@@ -27,8 +28,7 @@ def conditional(world: Any, source: Any) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def test_branches_that_documents_take_or_not_do_not_depend_on_ranks(tmp_path):
-    source = write_model_config(tmp_path)
+def test_branches_that_documents_take_or_not_do_not_depend_on_ranks(source):
     losses, norms = run_ranks(conditional, 1, source)[0]
     usual = run_ranks(train, 1, source, 1)[0]
     assert relative(losses, usual[0]) > 1e-3, "the branches made no difference"
