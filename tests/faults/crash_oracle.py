@@ -24,7 +24,6 @@ class Stage:
 
     def show(self, state: Tree) -> Path:
         """Return the directory that holds `state`."""
-        assert not isinstance(state, bytes), "a state is a directory"
         entries = dict(state)
         for name, tree in self._now.items():
             if entries.get(name) != tree:
@@ -197,5 +196,4 @@ class Explorer:
 
 def visible(state: Tree) -> Tree:
     """Return the state without what a start ignores: staging, trash and temporary files."""
-    assert not isinstance(state, bytes)
     return tuple((name, tree) for name, tree in state if not name.startswith("."))

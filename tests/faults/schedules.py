@@ -27,8 +27,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ from checkpoint_fakes import files_of  # noqa: E402
 from crash_oracle import build, remove  # noqa: E402
 from crash_states import Disk, read_tree  # noqa: E402
 from mirror_faults import URL, FaultyStorage, Killed  # noqa: E402
-from simulation import DistError, Distributed, Hub, Process, Ranks, Serial, Thread  # noqa: E402
+from simulation import DistError, Distributed, Hub, Process, Ranks, Thread  # noqa: E402
 
 from trainer.checkpoint import (  # noqa: E402
     finished,
@@ -196,8 +197,7 @@ class Job:
         """Above 0 the main rank is past its look at the lock."""
         self.held: lock.RunLock | None = None
         self.processes: list[Process] = []
-        self.launcher = self._process("launcher")
-        schedule.hub.spawn(self.launcher, self._launch)
+        self._started("launcher", self._launch)
 
     @property
     def is_over(self) -> bool:
@@ -207,14 +207,10 @@ class Job:
         for process in self.processes:
             process.kill()
 
-    def _process(self, name: str, rank: int = 0) -> Process:
-        process = Process(f"{self.number} {name}", self.schedule.hub, rank=rank)
+    def _started(self, name: str, work: Callable[[], Any]) -> Process:
+        process = Process(f"{self.number} {name}", self.schedule.hub)
         process.group = Ranks([process], timeout_s=DIST_TIMEOUT_S)
         self.processes.append(process)
-        return process
-
-    def _started(self, name: str, work: Callable[[], Any]) -> Process:
-        process = self._process(name)
         self.schedule.hub.spawn(process, work)
         return process
 
@@ -223,24 +219,30 @@ class Job:
         hub = self.schedule.hub
         uploads = None
         if schedule.config.checkpoint.mirror is not None:
-            prepared = self._started("prepare", self._prepare)
+            work = partial(restore.prepare, schedule.config, schedule.mirror)
+            prepared = self._started("prepare", work)
             hub.wait("launcher", lambda: prepared.is_over)
             schedule.follow_disk()
             schedule.judge_error(prepared, self)
             if prepared.is_dead or prepared.error is not None:
                 return
             uploads = self._started("uploads", self._follow)
-        ranks = [self._process(f"rank {rank}", rank) for rank in range(self.size)]
+        ranks = [
+            self._started(f"rank {rank}", partial(run_rank, self, rank))
+            for rank in range(self.size)
+        ]
         group = Ranks(ranks, timeout_s=DIST_TIMEOUT_S)
-        for process in ranks:
+        for rank, process in enumerate(ranks):
+            process.rank = rank
             process.group = group
-            hub.spawn(process, lambda rank=process.rank: Trainer(self, rank).run())
-        hub.wait(
-            "launcher", lambda: any(r.is_dead or r.error for r in ranks) or self._have_left(ranks)
-        )
-        if not self._have_left(ranks):
+
+        def have_left() -> bool:
+            return all(process.is_over for process in ranks)
+
+        hub.wait("launcher", lambda: any(r.is_dead or r.error for r in ranks) or have_left())
+        if not have_left():
             wait_s = schedule.chance.choice((0.05, 2.0, 4000.0))
-            hub.wait("launcher", lambda: self._have_left(ranks), timeout_s=wait_s)
+            hub.wait("launcher", have_left, timeout_s=wait_s)
         for process in ranks:
             process.kill()
             schedule.judge_error(process, self)
@@ -250,116 +252,103 @@ class Job:
             schedule.judge_error(uploads, self)
             uploads.kill()
 
-    def _have_left(self, ranks: list[Process]) -> bool:
-        return all(process.is_over for process in ranks)
-
-    def _prepare(self) -> None:
-        restore.prepare(self.schedule.config, Storage(URL, self.schedule.storage))
-
     def _follow(self) -> None:
         schedule = self.schedule
-        storage = Storage(URL, self.schedule.storage)
         ending: Any = SimpleNamespace(
             is_set=lambda: self.is_ending,
             wait=lambda seconds: schedule.hub.wait(
                 "ending", lambda: self.is_ending, timeout_s=seconds
             ),
         )
-        mirror_process.follow(schedule.config, storage, ending)
+        mirror_process.follow(schedule.config, schedule.mirror, ending)
 
 
-class Trainer:
-    """One rank of a job: does what `trainer.train` does around its steps."""
+def run_rank(job: Job, rank: int) -> None:
+    """Do what a rank of a job does around its steps, as `trainer.train` does."""
+    schedule = job.schedule
+    config = schedule.config
+    world = SimulatedWorld(
+        torch.device("cpu"),
+        None,  # type: ignore[arg-type]
+        rank=rank,
+        size=job.size,
+        num_shards=job.size,
+    )
+    selection = start.choose(config, world)
+    begun = start.decide_start(config, FINGERPRINTS, world, selection=selection, total_steps=TOTAL)
+    if world.is_main:
+        if not begun.is_complete:
+            schedule.owner = job
+        schedule.judge(begun.checkpoint)
+    if begun.is_complete:
+        job.is_complete = True
+        return
+    nothing: Any = None
+    saver = SmallSaver(
+        schedule.run_dir,
+        model=nothing,
+        world=world,
+        config=config.checkpoint,
+        source=nothing,
+        keep=schedule.keep,
+        fingerprints=FINGERPRINTS,
+        lock=begun.lock,
+    )
+    checkpoints = manager.CheckpointManager(
+        saver, state=PARTS, tell=lambda step, *_: None, save_every_s=schedule.save_every_s
+    )
+    try:
+        is_finished = train(job, world, checkpoints, begun)
+        if world.is_main and is_finished:
+            schedule.hub.pause("finished")
+            path = schedule.run_dir / layout.step_dir_name(TOTAL)
+            finished.write(path, finished.Finished(ended_early=False, message="done"))
+    finally:
+        checkpoints.close()
+        if begun.lock is not None:
+            begun.lock.release()
 
-    def __init__(self, job: Job, rank: int) -> None:
-        self._job = job
-        self._schedule = job.schedule
-        self._world = SimulatedWorld(
-            device=torch.device("cpu"),
-            mesh=None,  # type: ignore[arg-type]
-            rank=rank,
-            size=job.size,
-            num_shards=job.size,
+
+def train(
+    job: Job, world: World, checkpoints: manager.CheckpointManager, begun: start.Start
+) -> bool:
+    """Return False for a run that was stopped early."""
+    schedule = job.schedule
+    chance = schedule.chance
+    step = begun.position.step
+    if begun.checkpoint is not None:
+        checkpoints.load(begun.checkpoint)
+        checkpoints.settle(step, History())
+    while step < TOTAL:
+        step += STRIDE
+        own: Any = (
+            step - chance.randint(0, STRIDE) if chance.random() < 0.08 else None,
+            checkpoints.is_save_due(),
+            job.is_stopping,
         )
-
-    def run(self) -> None:
-        schedule = self._schedule
-        world = self._world
-        selection = start.choose(schedule.config, world)
-        begun = start.decide_start(
-            schedule.config, FINGERPRINTS, world, selection=selection, total_steps=TOTAL
-        )
-        if world.is_main:
-            schedule.judge_start(begun, self._job)
-        if begun.is_complete:
-            self._job.is_complete = True
-            return
-        checkpoints = None
-        try:
-            nothing: Any = None
-            saver = SmallSaver(
-                schedule.run_dir,
-                model=nothing,
-                world=world,
-                config=schedule.config.checkpoint,
-                source=nothing,
-                keep=schedule.keep,
-                fingerprints=FINGERPRINTS,
-                lock=begun.lock,
+        # the main rank's values on every rank
+        onset, is_due, is_stopping = start.on_main(lambda: own, schedule.run_dir, world)  # noqa: B023
+        if onset is not None:
+            batches = SimpleNamespace(step=step, last_step=TOTAL, follows=lambda earlier: True)
+            found = checkpoints.decide_rollback(
+                batches, onset=onset, history=History(), reason="a spike"
             )
-            checkpoints = manager.CheckpointManager(
-                saver, state=PARTS, tell=lambda step, *_: None, save_every_s=schedule.save_every_s
+            if found is not None:
+                step = found[0].step
+                checkpoints.load(found[0])
+                continue
+        is_ending = is_stopping or step == TOTAL
+        if is_ending or is_due or step % schedule.save_freq == 0:
+            checkpoints.save(
+                Position(step, 0, step),
+                loss=1.0,
+                grad_norm=1.0,
+                history=History(best_step=schedule.best_step),
+                is_required=is_ending,
             )
-            is_finished = self._train(checkpoints, begun)
-            if world.is_main and is_finished:
-                schedule.hub.pause("finished")
-                path = schedule.run_dir / layout.step_dir_name(TOTAL)
-                finished.write(path, finished.Finished(ended_early=False, message="done"))
-        finally:
-            if checkpoints is not None:
-                checkpoints.close()
-            if begun.lock is not None:
-                begun.lock.release()
-
-    def _train(self, checkpoints: manager.CheckpointManager, begun: start.Start) -> bool:
-        """Return False for a run that was stopped early."""
-        chance = self._schedule.chance
-        step = begun.position.step
-        if begun.checkpoint is not None:
-            checkpoints.load(begun.checkpoint)
-            checkpoints.settle(step, History())
-        while step < TOTAL:
-            step += STRIDE
-            onset, is_due, is_stopping = self._agreed(
-                step - chance.randint(0, STRIDE) if chance.random() < 0.08 else None,
-                checkpoints.is_save_due(),
-                self._job.is_stopping,
-            )
-            if onset is not None:
-                batches = SimpleNamespace(step=step, last_step=TOTAL, follows=lambda earlier: True)
-                found = checkpoints.decide_rollback(
-                    batches, onset=onset, history=History(), reason="a spike"
-                )
-                if found is not None:
-                    step = found[0].step
-                    checkpoints.load(found[0])
-                    continue
-            is_ending = is_stopping or step == TOTAL
-            if is_ending or is_due or step % self._schedule.save_freq == 0:
-                checkpoints.save(
-                    Position(step, 0, step),
-                    loss=1.0,
-                    grad_norm=1.0,
-                    history=History(best_step=self._schedule.best_step),
-                    is_required=is_ending,
-                )
-            if is_stopping:
-                return step == TOTAL
-        return True
-
-    def _agreed(self, *values: Any) -> tuple[Any, ...]:
-        """Return the main rank's values on every rank."""
-        return start.on_main(lambda: values, self._schedule.run_dir, self._world)
+        if is_stopping:
+            return step == TOTAL
+    return True
 
 
 class Schedule:
@@ -387,6 +376,7 @@ class Schedule:
         self.save_every_s = self.chance.choice((1.0, 1e9))
         self.best_step = self.chance.choice((None, STRIDE, 2 * STRIDE))
         self.storage = MirrorStorage(self)
+        self.mirror = Storage(URL, self.storage)
         self.events = self._drawn_events()
         self.jobs: list[Job] = []
         self.disk: Disk | None = None
@@ -481,7 +471,6 @@ class Schedule:
         for job in self.jobs:
             job.kill()
         [left] = self.disk.sample(1, self.chance)
-        assert not isinstance(left, bytes)
         known = dict(left)
         for name in fsio.list_dir(self.run_dir):
             is_unknown = name not in dict(self.disk.now(self.run_dir))  # type: ignore[arg-type]
@@ -595,11 +584,6 @@ class Schedule:
             self.up = pointer if is_here else self.up
             self.up_undone = set(self.undone)
 
-    def judge_start(self, begun: start.Start, job: Job) -> None:
-        if not begun.is_complete:
-            self.owner = job
-        self.judge(begun.checkpoint)
-
     def judge(self, found: layout.CheckpointInfo | None) -> None:
         if found is None:
             if self.promised is not None:
@@ -655,7 +639,7 @@ class Schedule:
         other = self.run_dir.with_name("machine")
         config = replace(self.config, default_local_dir=str(other))
         with self.storage.undisturbed():
-            restore.prepare(config, Storage(URL, self.storage))
+            restore.prepare(config, self.mirror)
         found = layout.committed(other)
         if [info.step for info in found] != [TOTAL]:
             raise Fault(f"the last step is in the mirror, {found} is taken")
@@ -697,6 +681,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
     def wait(threads: list[Thread], timeout_s: float) -> None:
         hub.wait("wait", lambda: all(t.done() for t in threads), timeout_s=timeout_s)
 
+    serial = nullcontext(SimpleNamespace(map=lambda work, items: iter([*map(work, items)])))
     real_try_lock = lock.try_lock
     RunLock = lock.RunLock
     replaced: list[tuple[Any, str, Any]] = [
@@ -716,8 +701,8 @@ def patched(schedule: Schedule) -> Iterator[None]:
         (retention, "settle", in_window(retention.settle)),
         (rollback, "decide", schedule.decide),
         (upload.Uploader, "sync", lambda uploader: schedule.sync(uploader)),
-        (upload, "ThreadPoolExecutor", Serial),
-        (restore, "ThreadPoolExecutor", Serial),
+        (upload, "ThreadPoolExecutor", lambda num_threads: serial),
+        (restore, "ThreadPoolExecutor", lambda num_threads: serial),
         (mirror_process, "_answered", lambda work, storage, *, limit_s: work()),
         (manager, "begun", begun),
         (manager, "wait", wait),
@@ -756,9 +741,7 @@ def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], i
             schedule = Schedule(seed, work, is_traced=is_traced)
             try:
                 schedule.run()
-            except Fault as error:
-                faults.append(f"seed {seed}: {error}")
-            except Exception as error:
+            except (Fault, Exception) as error:
                 faults.append(f"seed {seed}: {''.join(traceback.format_exception(error))}")
             met += schedule.met
             met.update(starts=len(schedule.jobs), saves=len(schedule.saved))

@@ -6,7 +6,7 @@ never runs again: no `finally` of its code has an effect until the schedule is o
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -302,17 +302,3 @@ class Distributed:
             group.messages[key] -= 1
 
         return SimpleNamespace(wait=wait)
-
-
-class Serial:
-    """In place of a pool of threads."""
-
-    def __init__(self, num_threads: int) -> None: ...
-
-    def __enter__(self) -> "Serial":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def map(self, work: Callable[[Any], Any], items: Any) -> Iterator[Any]:
-        return iter([work(item) for item in items])
