@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.data.batch import LossOutput
 from trainer.model import head as head_module
-from trainer.model.head import LossHead, train
+from trainer.model.head import LossHead
 from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
 
 Formula = Callable[[Tensor, Tensor], Tensor]
@@ -45,8 +45,7 @@ def weighted_by_probability(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
     cross-entropy; summed.
     """
     losses_S = F.cross_entropy(logits_SV, labels_S, reduction="none")
-    probabilities_S = torch.softmax(logits_SV, dim=-1)[torch.arange(len(labels_S)), labels_S]
-    return (probabilities_S.detach() * losses_S).sum()
+    return (losses_S.detach().neg().exp() * losses_S).sum()
 
 
 LOSS_TOLERANCE = {"cross_entropy": 1e-7, "dft": 5e-7, "z": 5e-7}
@@ -79,19 +78,18 @@ TRAINED = {**LOSSES, "z": Loss(cross_entropy, terms={"z": Term(z_loss, 0.01)})}
 def check(output: LossOutput, leaves: list[Tensor], formula: Formula, tolerance: float) -> None:
     """Compare loss and gradients with those of full logits in float64.
 
-    `leaves`: hidden states, labels and the head's parameters; or logits and labels.
+    `leaves`: hidden states, labels and the head's parameters.
     """
     hidden_SH, labels_S, *parameters = leaves
     (SCALE * output.loss_sum).backward()
     exact = [leaf.detach().double().requires_grad_() for leaf in (hidden_SH, *parameters)]
-    logits_SV = F.linear(*exact) if parameters else exact[0]
-    expected = formula(logits_SV, labels_S)
+    expected = formula(F.linear(*exact), labels_S)
     gradients = torch.autograd.grad(SCALE * expected, exact)
     assert output.loss_sum.dtype == torch.float64
     assert not output.loss_sum._is_view(), "FSDP would warn of it"
     assert relative(output.loss_sum.detach(), expected.detach()) < tolerance
     for leaf, gradient in zip((hidden_SH, *parameters), gradients, strict=True):
-        assert leaf.grad is not None and leaf.grad.dtype == leaf.dtype
+        assert leaf.grad.dtype == leaf.dtype
         assert relative(leaf.grad, gradient) < max(tolerance, 1e-6)
 
 
@@ -127,32 +125,12 @@ def assert_measured(output: LossOutput, logits_SV: Tensor, labels_S: Tensor) -> 
     assert torch.equal(output.hits_S, logits_SV.argmax(dim=-1) == labels_S)
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_whole_logits_get_the_same_loss_and_gradient(name):
-    """The path of models that transform the logits of the head."""
-    _, _, labels_S = inputs(20, has_bias=False, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(2)
-    logits_SV = torch.randn(20, V, generator=generator).requires_grad_()
-    output = train(logits_SV, labels_S, TRAINED[name])
-    check(output, [logits_SV, labels_S], FORMULAS[name], LOSS_TOLERANCE[name])
-    assert_measured(output, logits_SV.detach(), labels_S)
-
-
 def test_weight_gradient_sums_its_blocks_in_float32(monkeypatch):
     """A thousand blocks added up in bfloat16 would lose whole percents."""
     monkeypatch.setattr(head_module, "BLOCK_TOKENS", 2)
     head, hidden_SH, labels_S = inputs(2000, has_bias=False, dtype=torch.bfloat16)
     output = head(hidden_SH, labels_S)
     check(output, [hidden_SH, labels_S, head.weight], FORMULAS["cross_entropy"], 1e-2)
-
-
-def test_no_supervised_position_gives_zero_and_zero_gradients():
-    head, hidden_SH, labels_S = inputs(0, has_bias=True, dtype=torch.float32)
-    loss = head(hidden_SH, labels_S).loss_sum
-    loss.backward()
-    assert loss.item() == 0.0 and loss.dtype == torch.float64
-    for parameter in head.parameters():
-        assert parameter.grad is not None and not parameter.grad.any()
 
 
 class _LargestOutput(TorchDispatchMode):
@@ -220,7 +198,6 @@ def test_division_by_the_token_count_is_not_rounded_to_bfloat16(device):
     def gradient(num_tokens: int) -> Tensor:
         leaf.grad = None
         (head(leaf, labels_S.to(device)).loss_sum / num_tokens).backward()
-        assert leaf.grad is not None
         return leaf.grad.double()
 
     whole = gradient(1)
