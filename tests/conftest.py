@@ -127,6 +127,14 @@ def wandb_is_left_to_nobody() -> Iterator[None]:
         sys.modules["wandb"].teardown()
 
 
+@pytest.fixture(autouse=True)
+def no_rank_is_left() -> Iterator[None]:
+    """A process group of one rank, which commands make in this process, changes the environment."""
+    yield
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY

@@ -33,6 +33,7 @@ ON_CARD = (
     "optim.lr=1e-3",
 )
 ON_CPU = ("optim.lr=1e-3",)
+IN_FLOAT32 = "model.fsdp_config.param_dtype=float32"
 SETTINGS: dict[str, tuple[str, ...]] = {
     "as configured": (),
     "recomputed": ("model.enable_gradient_checkpointing=true",),
@@ -104,6 +105,13 @@ def largest_difference(
     return relative(ours, theirs)
 
 
+def assert_equal_in_float32(root: Path, model: Path, *words: str) -> None:
+    on_card = run(root, "on_card", model, *ON_CARD, IN_FLOAT32, *words)
+    on_cpu = run(root, "on_cpu", model, *ON_CPU, *words)
+    assert largest_difference(on_card, on_cpu, "train/loss") < 1e-5
+    assert largest_difference(on_card, on_cpu, "train/grad_norm") < 1e-4
+
+
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_run_on_a_card_resumes_bit_for_bit_and_computes_what_a_cpu_does(
@@ -123,27 +131,7 @@ def test_a_run_on_a_card_resumes_bit_for_bit_and_computes_what_a_cpu_does(
 @pytest.mark.parametrize("words", [(), ("model.lora_rank=8",), ("optim.name=muon",)])
 def test_float32_on_a_card_equals_float32_on_a_cpu(tmp_path, model, words):
     write_samples(tmp_path / "samples.jsonl")
-    single = ("model.fsdp_config.param_dtype=float32",)
-    on_card = run(tmp_path, "on_card", model, *ON_CARD, *single, *words)
-    on_cpu = run(tmp_path, "on_cpu", model, *ON_CPU, *words)
-    assert largest_difference(on_card, on_cpu, "train/loss") < 1e-5
-    assert largest_difference(on_card, on_cpu, "train/grad_norm") < 1e-4
-
-
-def test_the_export_of_a_card_loads_on_the_card_with_the_weights_of_the_run(tmp_path, model):
-    write_samples(tmp_path / "samples.jsonl")
-    run(tmp_path, "run", model, *ON_CARD)
-    checkpoint = tmp_path / "run" / "global_step_6"
-    loaded = AutoModelForCausalLM.from_pretrained(
-        checkpoint / "huggingface", dtype=torch.float32
-    ).to(DEVICE)
-    shard = torch.load(checkpoint / "model_world_size_1_rank_0.pt", weights_only=True)
-    for name, parameter in loaded.named_parameters():
-        saved = shard[name]
-        local = getattr(saved, "_local_tensor", saved)
-        assert torch.equal(parameter.cpu(), local), name
-    ids = torch.arange(24, device=DEVICE)[None]
-    assert loaded(input_ids=ids, labels=ids).loss.isfinite()
+    assert_equal_in_float32(tmp_path, model, *words)
 
 
 def test_adapters_of_experts_train_on_a_card_and_merge(tmp_path):
@@ -163,21 +151,14 @@ def test_adapters_of_experts_train_on_a_card_and_merge(tmp_path):
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(adapter)
     words = (f"model.lora_adapter_path={adapter}",)
     assert interrupted_run(tmp_path, base, *ON_CARD, *words, num_ranks=1) == []
-    single = ("model.fsdp_config.param_dtype=float32",)
-    on_card = run(tmp_path, "on_card", base, *ON_CARD, *single, *words)
-    on_cpu = run(tmp_path, "on_cpu", base, *ON_CPU, *words)
-    assert largest_difference(on_card, on_cpu, "train/loss") < 1e-5
-    assert largest_difference(on_card, on_cpu, "train/grad_norm") < 1e-4
-
+    assert_equal_in_float32(tmp_path, base, *words)
     checkpoint = tmp_path / "on_card" / "global_step_6"
     export_from_shards(checkpoint, tmp_path / "merged", dtype="float32", lora="merged")
     assert_merged_as_by_peft(base, checkpoint / "huggingface", tmp_path / "merged")
 
 
 @pytest.mark.parametrize("words", [(), ("model.lora_rank=8",)], ids=["all", "LoRA"])
-def test_an_export_is_proven_on_the_card(tmp_path, model, words, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+def test_an_export_is_proven_on_the_card(tmp_path, model, words):
     write_samples(tmp_path / "samples.jsonl")
     validated = (
         f"data.val_files={tmp_path}/samples.jsonl",
@@ -196,8 +177,7 @@ def test_a_released_structure_trains_on_a_card_as_on_a_cpu(tmp_path, name):
     """Also in bfloat16, where the self-check compares its kernels with those of transformers."""
     write_replica(tmp_path, CHECKPOINTS[name])
     write_samples(tmp_path / "samples.jsonl")
-    single = ("model.fsdp_config.param_dtype=float32",)
-    on_card = run(tmp_path, "on_card", tmp_path / "model", *ON_CARD, *single)
+    on_card = run(tmp_path, "on_card", tmp_path / "model", *ON_CARD, IN_FLOAT32)
     on_cpu = run(tmp_path, "on_cpu", tmp_path / "model", *ON_CPU)
     if name not in BREAKS_TIES:
         assert largest_difference(on_card, on_cpu, "train/loss") < 1e-3

@@ -30,17 +30,10 @@ def command(num_ranks: int, *overrides: str) -> list[str]:
     return ["bash", str(REPOSITORY / "run_sft.sh"), str(num_ranks), *overrides]
 
 
-OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-
-
 def environment(**changes: str) -> dict[str, str]:
-    """One thread per rank, so that runs on 1, 2 and 4 ranks compute with the same kernels.
-
-    A command that a test called in this process may have left its rank in the environment.
-    """
-    kept = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+    """One thread per rank, so that runs on 1, 2 and 4 ranks compute with the same kernels."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **changes}
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **changes}
 
 
 def _options(cwd: Path, env: dict[str, str]) -> dict[str, Any]:
