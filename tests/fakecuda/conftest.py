@@ -36,13 +36,11 @@ def fake_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
             text=True,
         ) as process,
     ):
-        assert process.stdin is not None and process.stdout is not None
-        answers = process.stdout
 
         @functools.cache
         def answer(line: str) -> dict[str, Any]:
             print(line, file=process.stdin, flush=True)
-            while text := answers.readline():
+            while text := process.stdout.readline():
                 if text.startswith("{"):
                     return json.loads(text)
             raise AssertionError(f"{line}:\n{errors.read_text()[-4000:]}")

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from whole_runs import change_json
 
 from trainer.checkpoint import layout, rollback
 from trainer.checkpoint.save import Agreement
@@ -152,10 +153,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
 
 def _words(case: Case, directory: Path) -> list[str]:
     shutil.copytree(MODEL_DIR, directory / "model")
-    config_file = directory / "model/config.json"
-    config_file.write_text(
-        json.dumps(json.loads(config_file.read_text()) | {"num_hidden_layers": 2})
-    )
+    change_json(directory / "model/config.json", num_hidden_layers=2)
     return [
         "trainer.device=cuda",
         f"model.partial_pretrain={directory}/model",
