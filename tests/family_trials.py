@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from exports import export_model
 from families import family_settings
+from torch.nn.utils import get_total_norm
 from toy import ToySamples, build, differing, plain_loss
 from toy_runs import Recipe, StopsAfter, run
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,6 +26,7 @@ from trainer.model.pretrained import ModelSource
 PACKED = "packed"
 PER_DOCUMENT = "per document"
 REFUSED = "refused"
+ERRORS = ("loss error", "norm error", "gradient error")
 SAMPLES = ToySamples()
 MAX_LENGTH = int(max(SAMPLES.lengths))
 DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if 5 <= length <= 25][:3]
@@ -134,19 +136,17 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
             return {"how": REFUSED, "reason": str(error).replace(str(path), "MODEL")}
     said = next(line for line in lines if "documents are packed" in line or "one by one" in line)
     plain_loss, plain_grads = plain_step(path)
-    norm = torch.stack([grad.norm() for grad in plain_grads.values()]).norm()
-    errors: dict[str, list[float]] = {"loss error": [], "norm error": [], "gradient error": []}
+    norm = get_total_norm(plain_grads.values())
+    measured = []
     for together in (True, False) if model.is_packed else (False,):
         loss, grads = our_step(world, model, together=together)
-        errors["loss error"].append(abs(loss - plain_loss) / plain_loss)
-        errors["norm error"].append(
-            abs(float(torch.stack([g.norm() for g in grads.values()]).norm() / norm) - 1)
-        )
         nothing = torch.zeros(())
         differences = [
             (grad - plain_grads.get(name, nothing)).norm() / norm for name, grad in grads.items()
         ]
-        errors["gradient error"].append(float(max(differences)))
+        loss_error = abs(loss - plain_loss) / plain_loss
+        norm_error = abs(float(get_total_norm(grads.values()) / norm) - 1)
+        measured.append((loss_error, norm_error, float(max(differences))))
     export_model(
         world, model, export_dir, ExportSource(ModelFiles.read(path), None, ()), dtype="float32"
     )
@@ -154,7 +154,7 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
         "how": PACKED if model.is_packed else PER_DOCUMENT,
         "reason": said.partition(": ")[2],
         "gradients missing": sorted(set(plain_grads) - set(grads)),
-        **{key: max(values) for key, values in errors.items()},
+        **dict(zip(ERRORS, map(max, zip(*measured, strict=True)), strict=True)),
     }
 
 

@@ -69,15 +69,10 @@ def load_and_export(world: Any, path: Path, target: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    path = tmp_path_factory.mktemp("model")
+def test_a_rank_holds_no_more_than_one_layer_beside_its_shard(tmp_path):
+    path = tmp_path / "model"
     write_model_config(path, "qwen3_moe", num_hidden_layers=NUM_LAYERS, **EXPERTS)
-    return path, write_weights(path, torch.bfloat16)
-
-
-def test_a_rank_holds_no_more_than_one_layer_beside_its_shard(saved, tmp_path):
-    path, whole = saved
+    whole = write_weights(path, torch.bfloat16)
     found = run_ranks(load_and_export, 2, path, tmp_path / "export")[0]
     for name, parameter in whole.model.layers[-1].named_parameters():
         assert torch.equal(found[name], parameter.detach().float()), name

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 from whole_equality import compare_runs
-from whole_runs import before_steps, tiny_model, train
+from whole_runs import before_steps, saved_steps, tiny_model, train
 
-from trainer.checkpoint import layout, requests
+from trainer.checkpoint import requests
 from trainer.checkpoint.model_card import model_card
 
 STEPS = 6
@@ -44,10 +44,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str,
     )
     train(root / "run", 2, *words)
     return root / "run", words
-
-
-def saved_steps(run_dir: Path) -> list[int]:
-    return [info.step for info in layout.checkpoints(run_dir)]
 
 
 @pytest.mark.parametrize("is_async", ["true", "false"])

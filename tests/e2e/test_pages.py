@@ -136,22 +136,18 @@ class Reader:
     def _on_forked_ranks(self, command: list[str], **_: Any) -> int:
         (number,) = (word for word in command if word.startswith("--nproc-per-node="))
         words = command[command.index("trainer") + 1 :]
-        here = functools.partial(os.chdir, self.root)
-        code, output = whole_runs.run(
-            int(number.partition("=")[2]),
-            *words,
-            log=self.root / "log",
-            before=here,
-        )
+        code, output = self._forked(int(number.partition("=")[2]), *words)
         print(output)
         return 1 if code is None else code
 
-    def train(self, *words: str, num_ranks: int | None = None) -> api.RunDirectory:
+    def _forked(self, num_ranks: int, *words: str) -> tuple[int | None, str]:
+        here = functools.partial(os.chdir, self.root)
+        return whole_runs.run(num_ranks, *words, log=self.root / "log", before=here)
+
+    def train(self, *words: str, **_: Any) -> api.RunDirectory:
         """In place of `trainer.api.train`, which starts a process."""
         words = (*words, *self.words_behind(list(words)), "trainer.experiment_name=from_python")
-        code, output = whole_runs.run(
-            1, *words, log=self.root / "log", before=functools.partial(os.chdir, self.root)
-        )
+        code, output = self._forked(1, *words)
         assert code == 0, output
         return api.RunDirectory(Path(load_config(list(words)).trainer.default_local_dir))
 

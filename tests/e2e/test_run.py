@@ -16,17 +16,12 @@ from runs import SMALL, processes_of, run, started, wait_for_step
 from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_equality import compare_runs
-from whole_runs import curve, train
+from whole_runs import curve, saved_steps, train
 
-from trainer.checkpoint import layout
 from trainer.tools.plan.disk import export_bytes, shard_bytes
 from trainer.tools.plan.memory import plan_memory
 from trainer.tracking.row_losses import read_row_losses
 from trainer.train.start.compose import load_config
-
-
-def saved_steps(run_dir: Path) -> list[int]:
-    return [info.step for info in layout.checkpoints(run_dir)]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from ranks import each, run_ranks
 from sweeps import short_or_full
 from test_adapters import plain_model, write_adapter
 from torch._dynamo.utils import counters
+from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import (
     EXPERTS,
@@ -21,8 +22,10 @@ from toy import (
     full_parameters,
     model_config,
     optim_config,
+    whole,
     write_model_config,
 )
+from toy_runs import source as source  # a fixture
 
 from trainer.config import ConfigError
 from trainer.data.loader import pack
@@ -34,6 +37,7 @@ from trainer.optim import OPTIMIZERS
 from trainer.tools.plan.fake_step import run_step
 
 SAMPLES = ToySamples()
+PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "_grouped_mm")]
 SHAPES = [[0, 1, 2], [], [5], [6, 7, 8, 9], [3, 4], [1], [20, 21, 22, 23, 19, 18, 17, 16, 15]]
 """Micro-batches of 0 to 9 documents: other counts and lengths every time, as in training."""
 
@@ -41,9 +45,7 @@ SHAPES = [[0, 1, 2], [], [5], [6, 7, 8, 9], [3, 4], [1], [20, 21, 22, 23, 19, 18
 def loss_and_gradients(model: Any, members: list[int]) -> tuple[float, list[torch.Tensor]]:
     loss = model(pack(SAMPLES, members)).loss_sum
     loss.backward()
-    grads = [
-        parameter.grad.full_tensor() for parameter in model.parameters() if parameter.requires_grad
-    ]
+    grads = [whole(parameter.grad) for parameter in model.parameters() if parameter.requires_grad]
     model.zero_grad()
     return loss.item(), grads
 
@@ -54,7 +56,7 @@ def worst(
     """Largest relative difference of the loss and of each gradient, the latter in the norm of
     all.
     """
-    norm = torch.stack([grad.norm() for grad in theirs[1]]).norm()
+    norm = get_total_norm(theirs[1])
     differences = [float((a - b).norm() / norm) for a, b in zip(ours[1], theirs[1], strict=True)]
     return max(*differences, abs(ours[0] - theirs[0]) / abs(theirs[0]))
 
@@ -67,8 +69,6 @@ class Compiled(NamedTuple):
     num_frames: int
     num_ok: int
     """Frames that did not fall back to running uncompiled."""
-    num_early: int
-    """Frames of the first half of the shapes."""
     num_products: int
     """Matrix products of a backward pass after all shapes."""
 
@@ -86,21 +86,18 @@ def compiled_like_plain(
     model.train()
     counters.clear()
     difference = 0.0
-    early = 0
-    for index, members in enumerate(shapes):
+    for members in shapes:
         ours, theirs = (loss_and_gradients(m, members) for m in (model, plain))
         if members:
             difference = max(difference, worst(ours, theirs))
         if len(shapes) > 1:
             with torch.no_grad():
                 model(pack(SAMPLES, members))
-        if index == len(shapes) // 2:
-            early = counters["frames"]["total"]
     frames = counters["frames"]["total"], counters["frames"]["ok"]
     loss = model(pack(SAMPLES, shapes[0])).loss_sum
-    with Calls(torch.ops.aten.mm.default, torch.ops.aten.addmm.default) as products:
+    with Calls(*PRODUCTS) as products:
         loss.backward()
-    return Compiled(difference, *frames, early, products.count)
+    return Compiled(difference, *frames, products.count)
 
 
 def all_compiled(world: Any, root: Path) -> dict[str, Any]:
@@ -170,13 +167,6 @@ def test_compiled_layers_are_the_same_and_none_runs_uncompiled(compiled, case):
     assert 0 < found.num_frames == found.num_ok
 
 
-def test_compiled_layers_are_not_compiled_again_for_every_batch(compiled):
-    """Two kinds of layer, recomputed ones, shapes that all differ: the code of the first half
-    serves the rest.
-    """
-    assert compiled["windows"].num_frames == compiled["windows"].num_early
-
-
 def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
     compiled,
 ):
@@ -211,9 +201,8 @@ def two_steps(world: Any, source: Any, **changes: Any) -> tuple[list[int], dict[
     return gathers, full_parameters(model)
 
 
-def test_what_stays_gathered_is_gathered_once_a_step(tmp_path):
+def test_what_stays_gathered_is_gathered_once_a_step(source):
     """Two layers and the rest; freed ones again in each forward and backward pass. Bit-equal."""
-    source = write_model_config(tmp_path)
     kept, freed = (
         run_ranks(two_steps, 2, source, reshard_after_forward=reshard)[0]
         for reshard in (False, True)
@@ -240,9 +229,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def backward_costs(
-    world: Any, source: Any, how: bool | str, names: tuple[str, ...] = ("mm", "addmm")
-) -> tuple[int, int]:
+def backward_costs(world: Any, source: Any, how: bool | str) -> tuple[int, int]:
     """(bytes kept for the backward pass, matrix products in it)."""
     model = build_toy_model(world, source, enable_gradient_checkpointing=how)
     model.train()
@@ -254,21 +241,15 @@ def backward_costs(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(pack(ToySamples(), [0, 1, 2, 3])).loss_sum
-    with Calls(*(getattr(torch.ops.aten, name).default for name in names)) as products:
+    with Calls(*PRODUCTS) as products:
         loss.backward()
     return sum(kept.values()), products.count
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "products"),
-    [
-        ("qwen2", {}, ("mm", "addmm")),
-        ("qwen3_moe", EXPERTS, ("_grouped_mm",)),
-    ],
-)
-def test_selective_recomputation_repeats_no_matrix_product(tmp_path, model_type, changes, products):
+@pytest.mark.parametrize(("model_type", "changes"), [("qwen2", {}), ("qwen3_moe", EXPERTS)])
+def test_selective_recomputation_repeats_no_matrix_product(tmp_path, model_type, changes):
     source = write_model_config(tmp_path, model_type, **changes)
-    variants = {how: {"how": how, "names": products} for how in (False, True, "selective")}
+    variants = {how: {"how": how} for how in (False, True, "selective")}
     (most, few), (least, many), (_, selective) = run_ranks(
         each, 1, backward_costs, source, variants
     )[0].values()
@@ -301,9 +282,8 @@ def frees_layers(world: Any, source: Any, reshard: bool | str, kept_bytes: int) 
     ],
 )
 def test_auto_frees_gathered_parameters_where_several_ranks_share_many(
-    tmp_path, world_size, expected
+    source, world_size, expected
 ):
-    source = write_model_config(tmp_path)
     variants = {case: {"reshard": case[0], "kept_bytes": case[1]} for case in expected}
     found = run_ranks(each, world_size, frees_layers, source, variants)
     assert found == [expected] * world_size
@@ -316,5 +296,5 @@ def refuses_to_recompute(world: Any, source: Any) -> None:
         parallelize(model, model_config(enable_gradient_checkpointing=True), world)
 
 
-def test_recomputation_that_the_model_lacks_is_refused(tmp_path):
-    run_ranks(refuses_to_recompute, 1, write_model_config(tmp_path))
+def test_recomputation_that_the_model_lacks_is_refused(source):
+    run_ranks(refuses_to_recompute, 1, source)
