@@ -17,7 +17,6 @@ from checkpoint_fakes import is_whole, save
 from exports import tensors_in
 from moto.server import ThreadedMotoServer
 from processes import wait_until
-from test_stops import EARLY, learn_nothing
 from toy import differing
 
 from trainer.launch import mirroring
@@ -60,20 +59,6 @@ def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path):
     exports = [path / "global_step_6" / "huggingface" for path in (straight, lost)]
     assert differing(*map(tensors_in, exports)) == []
     assert (tmp_path / "mirror" / "global_step_6" / "manifest.json").exists()
-
-
-def test_the_end_of_a_restored_run_says_that_the_best_steps_checkpoint_is_in_the_mirror(tmp_path):
-    run_dir = tmp_path / "run"
-    mirror = f"file://{tmp_path}/mirror"
-    words = (*whole_runs.tiny_model(tmp_path / "tiny"), *EARLY, *config_words(run_dir, mirror))
-    words += ("trainer.total_training_steps=8",)
-    stop = functools.partial(learn_nothing, stop_in=2)
-    assert train(*words, log=tmp_path / "log", before=stop)[0] == 75
-    shutil.rmtree(run_dir)
-    code, output = train(*words, log=tmp_path / "log", before=learn_nothing)
-    assert code == 0 and f"model       {run_dir}/global_step_4/huggingface" in output
-    assert f"{run_dir} has no global_step_2, so the model below is that of step 4. Fix: " in output
-    assert f"copy global_step_2 from the mirror {mirror}" in output
 
 
 @pytest.fixture

@@ -90,11 +90,9 @@ def stop_in_validation(count: int) -> None:
     Validation.__init__ = __init__  # type: ignore[method-assign]
 
 
-def kill_before(run_dir: Path, place: str, name: str) -> None:
+def kill_before(run_dir: Path, module: str, name: str) -> None:
     """After the last step it is killed instead of this call."""
-    module, _, owner = place.partition(":")
-    holder: Any = importlib.import_module(module)
-    holder = getattr(holder, owner) if owner else holder
+    holder = importlib.import_module(module)
     whole = getattr(holder, name)
 
     def call(*arguments: Any, **settings: Any) -> Any:
@@ -162,13 +160,23 @@ def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete
     assert [info.step for info in layout.committed(run_dir)] == [2, 4]
 
 
-def test_the_end_says_that_the_best_steps_checkpoint_is_gone(base, owing, run_dir):
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ((), "set trainer.save_freq to the value of trainer.test_freq"),
+        (
+            ("trainer.checkpoint.mirror=file:///nowhere",),
+            "copy global_step_2 from the mirror file:///nowhere",
+        ),
+    ],
+)
+def test_the_end_says_that_the_best_steps_checkpoint_is_gone(base, owing, run_dir, words, fix):
     shutil.copytree(owing, run_dir)
     shutil.rmtree(run_dir / "global_step_2")
-    output = train(run_dir, 2, *base, *EARLY, before=learn_nothing)
+    output = train(run_dir, 2, *base, *EARLY, *words, before=learn_nothing)
     assert "at step 2" in output and f"model       {run_dir}/global_step_4/huggingface" in output
     assert f"{run_dir} has no global_step_2, so the model below is that of step 4. Fix: " in output
-    assert "set trainer.save_freq to the value of trainer.test_freq" in output
+    assert fix in output
 
 
 def test_a_larger_patience_continues_a_run_that_ended_early(start, run_dir):
