@@ -1,6 +1,5 @@
 """`prove` accepts an export that serves what was trained, and refuses a broken one with the cause."""
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -11,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from test_lora import LORA
 from test_lora import root as root
 from test_lora import words as words
+from toy import change_tensors
+from unit.checkpoint_fakes import rewrite_manifest
 from whole_runs import train
 
-from trainer.checkpoint.manifest import MANIFEST, parse_manifest
+from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import ConfigError
 from trainer.tools.evaluate.prove import Certificate, prove_serving
 from trainer.tools.report.readers import read_run
@@ -35,21 +35,11 @@ def trained(words: tuple[str, ...], root: Path) -> dict[str, Path]:
     Random weights attend to all places alike: with larger keys the loss depends on where a token
     stands.
     """
-    weights = load_file(root / "model" / MODEL)
-    changed = {
-        name: 30 * tensor if "k_proj.weight" in name else tensor for name, tensor in weights.items()
-    }
-    save_file(changed, root / "model" / MODEL, {"format": "pt"})
+    keys = f"{LAYER}.k_proj.weight"
+    change_tensors(root / "model" / MODEL, lambda found: found[keys].mul_(30))
     for name, changes in {"full": ("optim.lr=0.01",), "lora": (*LORA, "optim.lr=0.2")}.items():
         train(root / name, 2, *words, *changes)
     return {name: root / name for name in ("full", "lora")}
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo the changes that a process group of one rank makes to the environment."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def proven(checkpoint: Path) -> Certificate:
@@ -72,12 +62,6 @@ def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(trained, 
     assert (found.base_loss is None) == (kind == "full")
     if found.base_loss is not None:
         assert abs(found.base_loss - found.served_loss) > 10 * found.tolerance
-
-
-def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    found = load_file(file)
-    change(found)
-    save_file(found, file, {"format": "pt"})
 
 
 def change_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -159,7 +143,6 @@ def copied(run_dir: Path, target: Path) -> Path:
     return target / STEP
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("spoil", SPOILED)
 def test_a_broken_export_is_refused_with_its_causes(trained, tmp_path, spoil):
     kind, shows_in_loss, causes = SPOILED[spoil]
@@ -175,24 +158,21 @@ def test_a_broken_export_is_refused_with_its_causes(trained, tmp_path, spoil):
         assert "train.jsonl:" in found.first_difference
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_export_that_was_written_wrong_is_found_by_its_loss(trained, tmp_path):
     """The manifest matches the wrong file, as after a fault of the program."""
     checkpoint = copied(trained["full"], tmp_path / "run")
     halve(checkpoint / "huggingface")
-    manifest = parse_manifest((checkpoint / MANIFEST).read_bytes())
     data = (checkpoint / "huggingface" / MODEL).read_bytes()
-    files = tuple(
-        dataclasses.replace(record, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-        if record.path == f"huggingface/{MODEL}"
-        else record
-        for record in manifest.files
-    )
-    (checkpoint / MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
+
+    def fit(tree: dict[str, Any]) -> None:
+        (record,) = (one for one in tree["files"] if one["path"] == f"huggingface/{MODEL}")
+        record.update(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    rewrite_manifest(checkpoint, fit)
     found = proven(checkpoint)
     assert abs(found.served_loss - found.val_loss) > found.tolerance
     assert found.causes == ["weights: 1 tensors are not the trained ones: model.norm.weight"]
-    assert found.first_difference is not None
+    assert found.first_difference
 
 
 def test_nothing_to_compare_with_is_said(trained, tmp_path):

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import toy_runs
 from ranks import run_ranks
-from toy import VOCAB, OneSource, guard_config, write_model_config
+from toy import VOCAB, OneSource, guard_config
 from toy_runs import Recipe
+from toy_runs import source as source  # a fixture
+from whole_runs import saved_steps
 
 from trainer.checkpoint import fsio, layout, rollback
 from trainer.checkpoint.fsio import Operation
@@ -108,32 +110,22 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_model_config(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def clean_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("clean")
-
-
-@pytest.fixture(scope="module")
-def clean(clean_dir: Path, source: Any) -> Outcome:
-    return trained(1, clean_dir, source, "none", "rollback")
+def clean(tmp_path_factory: pytest.TempPathFactory, source: Any) -> tuple[Path, Outcome]:
+    """A run on one rank that meets no fault."""
+    run_dir = tmp_path_factory.mktemp("clean") / "run"
+    return run_dir, trained(1, run_dir, source, "none", "rollback")
 
 
 @pytest.fixture
-def begun(clean: Outcome, clean_dir: Path, tmp_path: Path) -> Path:
+def begun(clean: tuple[Path, Outcome], tmp_path: Path) -> Path:
     """A run directory that holds what the clean run had after step `BEGUN`."""
-    return toy_runs.begun(clean_dir, tmp_path / "run", BEGUN)
+    return toy_runs.begun(clean[0], tmp_path / "run", BEGUN)
 
 
 @pytest.fixture(scope="module")
-def rolled_back(
-    clean: Outcome, clean_dir: Path, tmp_path_factory: pytest.TempPathFactory, source: Any
-) -> tuple[Path, Outcome]:
+def rolled_back(clean: tuple[Path, Outcome], source: Any) -> tuple[Path, Outcome]:
     """A run on one rank that met the poisoned batch."""
-    run_dir = toy_runs.begun(clean_dir, tmp_path_factory.mktemp("rolled_back") / "run", BEGUN)
+    run_dir = toy_runs.begun(clean[0], clean[0].with_name("rolled_back"), BEGUN)
     return run_dir, trained(1, run_dir, source, "batch", "rollback")
 
 
@@ -155,7 +147,7 @@ def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
     (entry,) = rollback.read(run_dir).entries
     assert (entry.onset, entry.found_step, entry.target_step) == (BAD_STEP, BAD_STEP, TARGET_STEP)
     kept = [*range(20, TARGET_STEP + 1, 20), 180, 200]
-    assert [info.step for info in layout.checkpoints(run_dir)] == kept
+    assert saved_steps(run_dir) == kept
     require_set_aside(run_dir)
 
 
@@ -168,16 +160,17 @@ def require_set_aside(run_dir: Path) -> None:
 
 @pytest.mark.covers("S2.36:C S2.41:C")
 def test_a_poisoned_batch_is_undone_and_not_seen_again(rolled_back, clean):
-    require_undone(*rolled_back, clean)
-    assert clean.steps == tuple(range(1, NUM_STEPS + 1))
-    assert clean.last_loss == pytest.approx(math.log(8), rel=0.02)
+    undisturbed = clean[1]
+    require_undone(*rolled_back, undisturbed)
+    assert undisturbed.steps == tuple(range(1, NUM_STEPS + 1))
+    assert undisturbed.last_loss == pytest.approx(math.log(8), rel=0.02)
 
 
 @pytest.mark.parametrize("fault", ["batch", "rank"])
 def test_two_ranks_undo_it_together_wherever_it_came_from(source, begun, clean, fault):
     found = trained(2, begun, source, fault, "rollback")
     assert found.steps[0] == BEGUN + 1
-    require_undone(begun, found, clean)
+    require_undone(begun, found, clean[1])
 
 
 def test_a_severe_update_can_be_left_out_by_the_device(source, begun):

@@ -3,8 +3,6 @@ out again.
 """
 
 import json
-import shutil
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +50,9 @@ def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, An
     """Every parameter is changed as by an update, the logits measured, and the model exported."""
     model = build(world, source, random_weights=False)
     export_changed(world, model, source, export_dir)
-    whole = whole_checkpoint(source)
-    assert whole is not None
     with torch.no_grad():
         logits = run_logits(model)
-    return {"logits": logits, "passes": len(whole.others)}
+    return {"logits": logits, "passes": len(whole_checkpoint(source).others)}
 
 
 def train_adapter(world: Any, source: ModelSource, export_dir: Path) -> torch.Tensor:
@@ -79,31 +75,18 @@ def run_logits(model: Any) -> torch.Tensor:
     return logits
 
 
-def train_all(world: Any, root: Path) -> dict[str, Any]:
+def train_both(world: Any, source: ModelSource, export_dir: Path) -> tuple[Any, torch.Tensor]:
     logging.disable_progress_bar()
-    results: dict[str, Any] = {}
-    for name in WRAPPERS:
-        source = ModelSource(str(root / name))
-        try:
-            export_dir = root / f"{name}-export"
-            results[name] = train_one(world, source, export_dir)
-            results[name]["adapted"] = train_adapter(world, source, export_dir)
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
+    adapted = train_adapter(world, source, export_dir)
+    return train_one(world, source, export_dir), adapted
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("whole")
-    for name in WRAPPERS:
-        write_whole_model(path / name, name)
-    return path
-
-
-@pytest.fixture(scope="module")
-def results(root: Path) -> dict[str, Any]:
-    return run_ranks(train_all, 2, root, timeout_s=300)[0]
+@pytest.fixture(scope="module", params=WRAPPERS)
+def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A checkpoint, what `train_one` measured, and the logits with adapters."""
+    model = tmp_path_factory.mktemp("whole") / "model"
+    source = write_whole_model(model, request.param)
+    return model, *run_ranks(train_both, 2, source, model.with_name("export"))[0]
 
 
 def unchanged(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> set[str]:
@@ -112,18 +95,17 @@ def unchanged(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     return ours.keys() - set(differing(ours, theirs))
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_the_export_is_the_whole_again_with_another_text_part(results, root, name):
-    assert isinstance(results[name], dict), results[name]
-    export = root / f"{name}-export"
-    theirs = tensors_in(root / name)
+def test_the_export_is_the_whole_again_with_another_text_part(trained):
+    model_dir, result, _ = trained
+    export = model_dir.with_name("export")
+    theirs = tensors_in(model_dir)
     same = unchanged(tensors_in(export), theirs)
-    assert EXTRA in same and len(same) == results[name]["passes"] > 10
+    assert EXTRA in same and len(same) == result["passes"] > 10
     assert {theirs[key].dtype for key in same} == {torch.float32, torch.bfloat16}
     assert not any("vis" in key or "projector" in key for key in theirs.keys() - same)
     before, after = (
         {**json.loads((d / "config.json").read_text()), "torch_dtype": 0}
-        for d in (root / name, export)
+        for d in (model_dir, export)
     )
     assert (
         before == after
@@ -133,17 +115,15 @@ def test_the_export_is_the_whole_again_with_another_text_part(results, root, nam
     assert not report.pop("unexpected_keys") - {EXTRA} and not any(report.values()), report
     with torch.no_grad():
         logits = logits_of(model)
-    torch.testing.assert_close(results[name]["logits"], logits, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(logits_of(original(root / name)[0]), logits, atol=1e-2)
+    torch.testing.assert_close(result["logits"], logits, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits_of(original(model_dir)[0]), logits, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_adapters_of_the_text_part_load_in_the_whole(results, root, name):
-    assert isinstance(results[name], dict), results[name]
-    export = root / f"{name}-export"
-    adapter = Path(f"{export}-adapter")
-    merged = Path(f"{export}-merged")
-    base = original(root / name)[0]
+def test_adapters_of_the_text_part_load_in_the_whole(trained):
+    model_dir, _, adapted = trained
+    adapter = model_dir.with_name("export-adapter")
+    merged = model_dir.with_name("export-merged")
+    base = original(model_dir)[0]
     with torch.no_grad():
         before = logits_of(base)
         in_peft: Any = PeftModel.from_pretrained(base, adapter)
@@ -152,11 +132,10 @@ def test_adapters_of_the_text_part_load_in_the_whole(results, root, name):
     loaded = {n.replace(".default.", "."): p for n, p in in_peft.named_parameters()}
     lora = load_file(adapter / "adapter_model.safetensors")
     assert differing({n: p for n, p in loaded.items() if ".lora_" in n}, lora) == []
-    trained = results[name]["adapted"]
-    assert not torch.allclose(before, trained, atol=1e-2)
-    torch.testing.assert_close(of_adapter, trained, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(of_merged, trained, rtol=1e-5, atol=1e-4)
-    theirs = tensors_in(root / name)
+    assert not torch.allclose(before, adapted, atol=1e-2)
+    torch.testing.assert_close(of_adapter, adapted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_merged, adapted, rtol=1e-5, atol=1e-4)
+    theirs = tensors_in(model_dir)
     changed = theirs.keys() - unchanged(tensors_in(merged), theirs)
     assert len(changed) == len(lora) // 2
     assert not any("vis" in key or "projector" in key for key in changed)
@@ -183,17 +162,15 @@ def test_equal_patterns_of_two_parts_are_converted_each_by_its_own_part(tmp_path
         assert differing(again, dict(zip(group.stored, tensors, strict=True))) == []
 
 
-def rewritten(source: Path, target: Path, change: Any) -> ModelSource:
-    shutil.copytree(source, target)
-    tensors = change(load_file(target / "model.safetensors"))
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        target / "model.safetensors",
-    )
-    return ModelSource(str(target))
+def rewritten(path: Path, family: str, change: Any) -> ModelSource:
+    """A checkpoint with changed tensors."""
+    source = write_whole_model(path, family)
+    tensors = change(load_file(path / "model.safetensors"))
+    save_file(tensors, path / "model.safetensors")
+    return source
 
 
-def test_names_of_the_files_are_kept_whichever_transformers_reads(root, tmp_path):
+def test_names_of_the_files_are_kept_whichever_transformers_reads(tmp_path):
     """Gemma 3 is written as `language_model.model.…`, and read under its new names too; a tied
     head may be there.
     """
@@ -205,23 +182,23 @@ def test_names_of_the_files_are_kept_whichever_transformers_reads(root, tmp_path
         }
         return new | {"lm_head.weight": new["model.language_model.embed_tokens.weight"].clone()}
 
-    source = rewritten(root / "gemma3", tmp_path / "renamed", renamed)
+    source = rewritten(tmp_path / "model", "gemma3", renamed)
     result = run_ranks(train_one, 2, source, tmp_path / "export")[0]
     exported = tensors_in(tmp_path / "export")
-    assert exported.keys() == tensors_in(tmp_path / "renamed").keys()
+    assert exported.keys() == tensors_in(tmp_path / "model").keys()
     embeddings = exported["model.language_model.embed_tokens.weight"]
     assert torch.equal(exported["lm_head.weight"], embeddings)
-    whole = whole_checkpoint(ModelSource(str(root / "gemma3")))
-    assert whole is not None and result["passes"] == len(whole.others)
+    usual = write_whole_model(tmp_path / "usual", "gemma3")
+    assert result["passes"] == len(whole_checkpoint(usual).others)
 
 
-def test_a_text_tensor_that_is_not_found_is_named(root, tmp_path):
+def test_a_text_tensor_that_is_not_found_is_named(tmp_path):
     def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
             name.replace("layers.1.mlp", "layers.1.ffn"): tensor for name, tensor in tensors.items()
         }
 
-    source = rewritten(root / "qwen3_5", tmp_path / "renamed", renamed)
+    source = rewritten(tmp_path, "qwen3_5", renamed)
     with pytest.raises(
         ConfigError, match=r"lacks weights for \['model\.layers\.1\.mlp\.down_proj\.weight'"
     ):
