@@ -241,14 +241,12 @@ class PlainOptimizer:
     @torch.no_grad()
     def step(self, lr: float, *, scale: float) -> None:
         for parameter in self.parameters:
-            assert parameter.grad is not None
             parameter.grad *= scale
         for group in self.adamw.param_groups if self.adamw else ():
             group["lr"] = lr
         if self.adamw:
             self.adamw.step()
         for weight, momentum in self.momenta.items():
-            assert weight.grad is not None
             weight -= lr * (muon_update(weight.grad, momentum) + DECAY * weight)
 
 
