@@ -131,7 +131,7 @@ def write_replica(root: Path, replica: Replica) -> None:
 
 def load(replica: Replica, directory: Path) -> tuple[Any, list[str]]:
     """Load a model by its own class; return it, and the keys that do not fit."""
-    auto: Any = AutoModelForMultimodalLM if replica.is_whole else AutoModelForCausalLM
+    auto = AutoModelForMultimodalLM if replica.is_whole else AutoModelForCausalLM
     model, info = auto.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     unfit = {key: found for key, found in info.items() if found}
     unexpected = set(unfit.pop("unexpected_keys", ())) - set(replica.extra)
@@ -195,7 +195,7 @@ TRIALS: dict[str, Callable[[Path, Replica], list[str]]] = {"full": try_full, "Lo
 
 def attempt(names: list[str]) -> list[dict[str, Any]]:
     """Return the faults of each trial of a checkpoint; none if all holds."""
-    entry: dict[str, Any] = {}
+    entry = {}
     replica = CHECKPOINTS[names[0]]
     for kind, trial in TRIALS.items():
         with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:

@@ -141,7 +141,7 @@ def repository() -> Path:
 
 
 @pytest.fixture
-def memory_dir(tmp_path: Path) -> Iterator[Path]:
+def memory_dir(tmp_path) -> Iterator[Path]:
     """A new directory in memory where there is one; nothing here depends on the kind of disk."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(

@@ -3,7 +3,6 @@ from them.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
 
 def export_model(
     world: World,
-    model: Any,
+    model,
     target: Path,
     source: ExportSource,
     *,
@@ -57,7 +56,7 @@ def export_model(
     return records
 
 
-def export_changed(world: World, model: Any, source: ModelSource, target: Path) -> None:
+def export_changed(world: World, model, source: ModelSource, target: Path) -> None:
     """Change every tensor as an update would, and export the model with what else its checkpoint
     holds, in float32.
     """
@@ -69,7 +68,7 @@ def export_changed(world: World, model: Any, source: ModelSource, target: Path) 
     export_model(world, model, target, ExportSource(files, None, (), whole), dtype="float32")
 
 
-def export_adapted(world: World, model: Any, source: ModelSource, target: Path, dtype: str) -> None:
+def export_adapted(world: World, model, source: ModelSource, target: Path, dtype: str) -> None:
     """Let the adapters of the model add something, and export them to `target`-adapter, and merged
     to `target`-merged.
     """

@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-def _of(value: Any, *names: str) -> dict[str, Any]:
+def _of(value, *names: str) -> dict[str, Any]:
     return dict.fromkeys(names, value)
 
 
@@ -360,7 +360,7 @@ FAMILIES = {
 }
 
 
-def family_settings(name: str, **changes: Any) -> dict[str, Any]:
+def family_settings(name: str, **changes) -> dict[str, Any]:
     """Return the settings from which the configuration of a family or variant is made."""
     default = AutoConfig.for_model(name.split()[0])
     known = default.to_dict().keys() | default.attribute_map.keys()

@@ -7,7 +7,6 @@ import random
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from families import VOCAB
@@ -108,7 +107,7 @@ def export_faults(checkpoint: Path) -> list[str]:
     """Return the faults that transformers alone finds in the export of a checkpoint: wrong keys, or
     tensors that differ from those in the shards.
     """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded = AutoModelForCausalLM.from_pretrained(
         checkpoint / "huggingface", dtype=torch.float32, output_loading_info=True
     )
     served, report = loaded

@@ -33,7 +33,7 @@ DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if 5 <= lengt
 NUM_TOKENS = int(SAMPLES.num_loss_tokens[DOCUMENTS].sum())
 
 
-def family_config(name: str, **changes: Any) -> Any:
+def family_config(name: str, **changes):
     """The configuration of the tiny model of a family or variant."""
     config = AutoConfig.for_model(name.split()[0], **family_settings(name, **changes))
     for key in vars(config):
@@ -42,7 +42,7 @@ def family_config(name: str, **changes: Any) -> Any:
     return config
 
 
-def save_model(path: Path, name: str, **changes: Any) -> None:
+def save_model(path: Path, name: str, **changes) -> None:
     """A random model of the family or variant in which no parameter has the value that a
     missing one would get.
     """
@@ -68,7 +68,7 @@ def plain_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
         path, dtype=torch.float32, attn_implementation="eager"
     )
     loss = torch.zeros((), dtype=torch.float64)
-    grads: dict[str, torch.Tensor] = {}
+    grads = {}
     for index in DOCUMENTS:
         model = copy.deepcopy(new)
         part = plain_loss(model, SAMPLES, [index]) / NUM_TOKENS
@@ -80,7 +80,7 @@ def plain_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), grads
 
 
-def dealt(world: Any, *, together: bool) -> list[list[int]]:
+def dealt(world, *, together: bool) -> list[list[int]]:
     """The documents of this rank's micro-batches: as many on every rank, none in those of a
     rank that has none left.
     """
@@ -92,7 +92,7 @@ def dealt(world: Any, *, together: bool) -> list[list[int]]:
     return [[[first], [second]], [[third], []]][world.rank]
 
 
-def our_step(world: Any, model: Any, *, together: bool) -> tuple[float, dict[str, torch.Tensor]]:
+def our_step(world, model, *, together: bool) -> tuple[float, dict[str, torch.Tensor]]:
     """(mean loss, gradients) of the model that the trainer built. Collective."""
     model.train()
     model.zero_grad()
@@ -110,7 +110,7 @@ def our_step(world: Any, model: Any, *, together: bool) -> tuple[float, dict[str
 @contextmanager
 def heard() -> Iterator[list[str]]:
     """Collect the messages that the trainer logs."""
-    lines: list[str] = []
+    lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("trainer")
@@ -124,7 +124,7 @@ def heard() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
+def first_step(world, path: Path, export_dir: Path) -> dict[str, Any]:
     """How the family is trained, and how far the first step of any dealing is from plain
     transformers'. Collective.
     """
@@ -158,7 +158,7 @@ def first_step(world: Any, path: Path, export_dir: Path) -> dict[str, Any]:
     }
 
 
-def resumed(world: Any, path: Path, root: Path, *, is_packed: bool) -> list[str]:
+def resumed(world, path: Path, root: Path, *, is_packed: bool) -> list[str]:
     """Return the differences after six steps between an uninterrupted run, `root`/straight, and a
     run that stopped after the fourth step and was rebuilt from its checkpoint. Collective.
     """

@@ -91,7 +91,7 @@ def train(definition: Definition) -> Outcome:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     outcome = Outcome(before=copied(named))
     optimizer = PlainOptimizer(model, named, definition.optimizer)
-    fractions_E: Tensor | float = 0.0
+    fractions_E = 0.0
     for step, documents in enumerate(definition.steps, start=1):
         model.train()
         row, objective, fractions_E = measured(model, documents, definition, fractions_E)
@@ -111,16 +111,16 @@ def train(definition: Definition) -> Outcome:
     return outcome
 
 
-def load(path: Path, adapter: Path | None = None) -> Any:
+def load(path: Path, adapter: Path | None = None):
     """Return transformers' model in float64, with an adapter that peft trains."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **eager)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **eager)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     return model.double()
 
 
-def ends(model: Any) -> set[nn.Parameter]:
+def ends(model) -> set[nn.Parameter]:
     """The weights of embeddings and output head; one where they are tied."""
     return {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
 
@@ -146,7 +146,7 @@ def token_losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
 
 
 def judged(
-    model: Any, documents: Iterable[Document], loss: str, **asked: Any
+    model, documents: Iterable[Document], loss: str, **asked
 ) -> Iterator[tuple[Document, Any, ...]]:
     """(document, (cross-entropy, trained loss) of its supervised tokens, number of hits, what
     the model gave).
@@ -162,7 +162,7 @@ def judged(
 
 
 def measured(
-    model: Any, documents: list[Document], definition: Definition, fractions_E: Tensor | float
+    model, documents: list[Document], definition: Definition, fractions_E: Tensor | float
 ) -> tuple[dict[str, float], Tensor, Tensor | float]:
     """(row of metrics, what is differentiated, share of the tokens that each expert got)."""
     coefficient = getattr(model.config, "router_aux_loss_coef", None) or 0.0
@@ -215,7 +215,7 @@ def summary(found: list[tuple[Document, Any, Any, Any]], kind: str) -> dict[str,
 
 
 @torch.no_grad()
-def validated(model: Any, definition: Definition) -> dict[str, float]:
+def validated(model, definition: Definition) -> dict[str, float]:
     if not definition.validation:
         return {}
     model.eval()
@@ -229,7 +229,7 @@ class PlainOptimizer:
         self.parameters = list(named.values())
         decayed = {p for name, p in named.items() if is_decayed(name, p)}
         of_muon = decayed - ends(model) if kind == "muon" else set()
-        groups: dict[float, list[nn.Parameter]] = {}
+        groups = {}
         for parameter in self.parameters:
             if parameter not in of_muon:
                 decay = DECAY if parameter in decayed else 0.0

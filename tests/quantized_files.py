@@ -3,7 +3,6 @@ arithmetic dequantizes them.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +46,8 @@ def quantize_float8(path: Path, form: str, *, size: int = BLOCK) -> Files:
     """Rewrite the weights of a saved model in float8, in one of several forms. Returns its tensors
     in bfloat16.
     """
-    files: Files = {}
-    expected: Files = {}
+    files = {}
+    expected = {}
     for name, tensor in load_file(path / "model.safetensors").items():
         if not is_linear(name, tensor):
             files[name] = expected[name] = tensor
@@ -68,7 +67,7 @@ def quantize_float8(path: Path, form: str, *, size: int = BLOCK) -> Files:
         if form == "tensor":
             files[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
     save_file(files, path / "model.safetensors", {"format": "pt"})
-    settings: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    settings = {"quant_method": "fp8", "weight_block_size": [size, size]}
     if form in ("tensor", "channel", "block"):
         more = {"block_structure": [size, size]} if form == "block" else {}
         weights = {"type": "float", "num_bits": 8, "strategy": form, **more}
@@ -104,7 +103,7 @@ def quantize_mxfp4(path: Path) -> Files:
     return expected
 
 
-def save_model(path: Path, model_type: str, **changes: Any) -> None:
+def save_model(path: Path, model_type: str, **changes) -> None:
     """Save a model in bfloat16, with one tensor that its class does not have."""
     write_model_config(path, model_type, tie_word_embeddings=False, **changes)
     write_weights(path, torch.bfloat16)

@@ -20,7 +20,7 @@ from rank_server import CONTEXT
 
 @contextmanager
 def started_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any
+    function: Callable[..., Any], world_size: int, *args, **kwargs
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     """(process, where its result arrives) of `function(world, *args, **kwargs)` on every rank.
 
@@ -49,9 +49,9 @@ def started_ranks(
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
-    *args: Any,
+    *args,
     timeout_s: float = 120.0,
-    **kwargs: Any,
+    **kwargs,
 ) -> list[Any]:
     """The results of `started_ranks` in rank order. Fails with the first traceback."""
     with started_ranks(function, world_size, *args, **kwargs) as ranks:
@@ -62,7 +62,7 @@ def run_ranks(
 
 
 def each(
-    world: Any, function: Callable[..., Any], source: Any, variants: dict[Any, dict[str, Any]]
+    world, function: Callable[..., Any], source, variants: dict[Any, dict[str, Any]]
 ) -> dict[Any, Any]:
     """{variant: what `function(world, source, **variant)` gives}: for `run_ranks`, where ranks
     need not start anew.
@@ -70,7 +70,7 @@ def each(
     return {name: function(world, source, **changes) for name, changes in variants.items()}
 
 
-def _receive(receiver: Connection, rank: int, timeout_s: float) -> Any:
+def _receive(receiver: Connection, rank: int, timeout_s: float):
     assert receiver.poll(timeout_s), f"rank {rank} gave no result within {timeout_s} s"
     try:
         is_ok, value = pickle.loads(receiver.recv_bytes())

@@ -51,7 +51,7 @@ class OneSource:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def source_of(self, ids: Any) -> np.ndarray:
+    def source_of(self, ids) -> np.ndarray:
         return np.zeros(len(ids), dtype=np.int64)
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
@@ -88,14 +88,14 @@ class ToySamples(OneSource):
     def shares(self) -> tuple[Share, ...]:
         return self._shares
 
-    def source_of(self, ids: Any) -> np.ndarray:
+    def source_of(self, ids) -> np.ndarray:
         return np.searchsorted(self._ends, ids, side="right")
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return self._samples[index]
 
 
-def write_model_config(path: Path, model_type: str = "qwen2", **changes: Any) -> ModelSource:
+def write_model_config(path: Path, model_type: str = "qwen2", **changes) -> ModelSource:
     """A directory with only a config.json: 2 layers, hidden 64."""
     settings = {
         "hidden_size": 64,
@@ -117,7 +117,7 @@ def write_model_config(path: Path, model_type: str = "qwen2", **changes: Any) ->
     return ModelSource(str(path), random_weights=True)
 
 
-def write_weights(path: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
+def write_weights(path: Path, dtype: torch.dtype = torch.float32, **how):
     """Save random weights for the config.json of a directory; return the model. `how` is for
     `save_pretrained`.
     """
@@ -134,34 +134,30 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], objec
     save_file(tensors, file, {"format": "pt"})
 
 
-def _taken(cls: Any, changes: dict[str, Any]) -> dict[str, Any]:
+def _taken(cls, changes: dict[str, Any]) -> dict[str, Any]:
     """Take the fields of a dataclass out of `changes`."""
     return {name: changes.pop(name) for name in cls.__dataclass_fields__ if name in changes}
 
 
-def model_config(**changes: Any) -> ModelConfig:
+def model_config(**changes) -> ModelConfig:
     fsdp = FsdpConfig(**({"param_dtype": "float32"} | _taken(FsdpConfig, changes)))
     return ModelConfig(
         **({"partial_pretrain": "toy", "random_weights": True, "fsdp_config": fsdp} | changes)
     )
 
 
-def optim_config(**changes: Any) -> OptimConfig:
+def optim_config(**changes) -> OptimConfig:
     return OptimConfig(**({"lr": 3e-3, "lr_warmup_steps_ratio": 0.2} | changes))
 
 
-def build_toy_model(
-    world: World, source: ModelSource, *, is_packed: bool = True, **changes: Any
-) -> Any:
+def build_toy_model(world: World, source: ModelSource, *, is_packed: bool = True, **changes):
     config = model_config(**changes)
     model = assemble.on_meta(config, source, is_packed=is_packed)
     assemble.prepare(model, config, source, world=world, seed=7)
     return model
 
 
-def build(
-    world: World, source: ModelSource, *, max_length: int = 64, seed: int = 1, **changes: Any
-) -> Any:
+def build(world: World, source: ModelSource, *, max_length: int = 64, seed: int = 1, **changes):
     """The model that a run with these settings of `model` would train, checked."""
     design = assemble.design_model(model_config(**changes), source, max_length=max_length)
     return assemble.build_model(design, world=world, seed=seed)
@@ -192,14 +188,14 @@ class Recorder:
     """A tracker that keeps the rows of training and validation."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.samples: dict[int, Any] = {}
+        self.rows = []
+        self.samples = {}
 
     def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
         if kind is None:
             self.rows.append((step, dict(data)))
 
-    def log_rows(self, step: int, losses: Any, location: Any) -> None:
+    def log_rows(self, step: int, losses, location) -> None:
         self.samples[step] = losses
 
     def rewind(self, step: int) -> None:
@@ -215,7 +211,7 @@ def no_checkpoints() -> Mock:
     return Mock(**{f"{name}.return_value": answer for name, answer in answers.items()})
 
 
-def guard_config(**changes: Any) -> TrainerConfig:
+def guard_config(**changes) -> TrainerConfig:
     """The defaults; `changes` are keys of both groups."""
     guard = GuardConfig(**_taken(GuardConfig, changes))
     return TrainerConfig(**changes, guard=guard)
@@ -223,7 +219,7 @@ def guard_config(**changes: Any) -> TrainerConfig:
 
 def toy_run(
     world: World,
-    model: Any,
+    model,
     samples: ToySamples,
     *,
     total_steps: int,
@@ -232,7 +228,7 @@ def toy_run(
     max_samples: int | None = None,
     start: Position = START,
     skipped_steps: frozenset[int] = frozenset(),
-    **changes: Any,
+    **changes,
 ) -> Run:
     optim = optim_config(**changes.pop("optim", {}))
     limits = Limits(max_tokens, max_samples if model.is_packed else 1)
@@ -244,7 +240,7 @@ def toy_run(
         share=(world.sequence_rank, world.sequence_size),
     )
     schedule = Schedule(samples.shares, batch_size, seed=3, start=start)
-    settings: dict[str, Any] = {
+    settings = {
         "world": world,
         "model": model,
         "optimizer": OPTIMIZERS[optim.name](model, optim),
@@ -277,7 +273,7 @@ def toy_run(
     return run
 
 
-def short_run(world: World, source: ModelSource, *, total_steps: int, **changes: Any) -> Run:
+def short_run(world: World, source: ModelSource, *, total_steps: int, **changes) -> Run:
     """A run that has trained and validated; `changes` are those of `toy_run` and of the model."""
     of_run = ("max_samples", "max_tokens", "optim")
     own = {name: changes.pop(name) for name in of_run if name in changes}
@@ -312,7 +308,7 @@ def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     return sorted(unequal | (ours.keys() ^ theirs.keys()))
 
 
-def plain_loss(model: Any, samples: ToySamples, indices: Iterable[int]) -> torch.Tensor:
+def plain_loss(model, samples: ToySamples, indices: Iterable[int]) -> torch.Tensor:
     """Summed cross-entropy of documents, one for each forward pass of transformers: float64."""
     total = torch.zeros((), dtype=torch.float64)
     for index in indices:

@@ -92,7 +92,7 @@ class StopsAfter(StopRequest):
         return self._num_left <= 0
 
 
-def odd_model(directory: Path) -> Any:
+def odd_model(directory: Path):
     """A model with rows that no number of ranks divides, a vector shorter than the largest number
     of ranks, and a tied head.
     """
@@ -100,7 +100,7 @@ def odd_model(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def source(tmp_path_factory):
     return odd_model(tmp_path_factory.mktemp("model"))
 
 
@@ -136,12 +136,12 @@ def tell(kind: str, step: int, message: str, level: str) -> None:
 def checkpoint_manager(
     world: World,
     run_dir: Path,
-    source: Any,
+    source,
     parts: Run,
     recipe: Recipe,
     *,
     lock: RunLock | None = None,
-    **settings: Any,
+    **settings,
 ) -> CheckpointManager:
     whole = None if source.random_weights else whole_checkpoint(source)
     saver = Saver(
@@ -184,11 +184,11 @@ def begin(
 def run(
     world: World,
     run_dir: Path,
-    source: Any,
+    source,
     recipe: Recipe,
     *,
     stop: StopRequest | None = None,
-    **changes: Any,
+    **changes,
 ) -> Result:
     """Train from wherever `run_dir` stands to the end of the recipe."""
     samples = changes.pop("samples", None) or ToySamples(seed=recipe.seed)

@@ -30,7 +30,7 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
     return found
 
 
-def _history(path: Path) -> Any:
+def _history(path: Path):
     """Its lines, but for times; None without the file."""
     if not path.exists():
         return None

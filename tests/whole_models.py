@@ -29,7 +29,7 @@ _QWEN_SIGHT = {
 }
 
 
-def _text(family: str, **changes: Any) -> dict[str, Any]:
+def _text(family: str, **changes) -> dict[str, Any]:
     """The text part as the family that is such a part alone has it; the whole says what is tied."""
     of_whole = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
     settings = family_settings(family, **changes)
@@ -61,7 +61,7 @@ EXTRA = "mtp.fc.weight"
 
 
 def write_whole_model(
-    path: Path, model_type: str, *, has_extra: bool = True, **changes: Any
+    path: Path, model_type: str, *, has_extra: bool = True, **changes
 ) -> ModelSource:
     """The text part in float32; half of what passes through in bfloat16, as in mixed
     checkpoints.

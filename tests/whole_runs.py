@@ -49,13 +49,13 @@ def tiny_model(root: Path) -> tuple[str, ...]:
     )
 
 
-def shrink(model: Path, **sizes: Any) -> None:
+def shrink(model: Path, **sizes) -> None:
     """Let a directory with the quickstart's config.json describe one small layer."""
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     change_json(model / "config.json", **small, head_dim=16, **sizes)
 
 
-def change_json(file: Path, **changes: Any) -> None:
+def change_json(file: Path, **changes) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
@@ -219,7 +219,7 @@ def before_steps(act: Callable[[Any, int], None]) -> None:
 
     whole = fit.training_step
 
-    def training_step(run: Any, batch: Any) -> Any:
+    def training_step(run, batch):
         act(run, batch.step)
         return whole(run, batch)
 
@@ -231,7 +231,7 @@ def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
     steps are made whole.
     """
 
-    def stop(run: Any, at: int) -> None:
+    def stop(run, at: int) -> None:
         if at == step:
             if number == signal.SIGKILL:
                 run.checkpoints.finish()

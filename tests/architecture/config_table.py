@@ -74,7 +74,7 @@ def schema_text() -> str:
 
 def _schema_of(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    properties: dict[str, Any] = {}
+    properties = {}
     for name, own in declared(cls).items():
         if is_dataclass(own.type):
             properties[name] = _schema_of(own.type)
@@ -86,7 +86,7 @@ def _schema_of(cls: type) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _kinds_of(hint: Any, allowed: list[str]) -> list[dict[str, Any]]:
+def _kinds_of(hint, allowed: list[str]) -> list[dict[str, Any]]:
     """Return the JSON schemas of the values that a key of this Python type takes."""
     origin = get_origin(hint)
     inner = get_args(hint)

@@ -139,7 +139,7 @@ def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(
     not.
     """
     package = "trainer.data."
-    found: set[str] = set()
+    found = set()
     waiting = {"trainer.data.prepare"}
     while waiting:
         found |= waiting

@@ -28,7 +28,7 @@ def num_tokens(source: str) -> int:
 
 def free_lines(source: str) -> set[int]:
     """Lines of docstrings, of text that stands alone, and of imports."""
-    lines: set[int] = set()
+    lines = set()
     for node in ast.walk(ast.parse(source)):
         is_import = isinstance(node, ast.Import | ast.ImportFrom)
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -74,7 +74,7 @@ class Steps:
         return local_square_sum(parameters)
 
 
-def train_ahead_of_the_writer(world: World, run_dir: Path, source: Any) -> list[int]:
+def train_ahead_of_the_writer(world: World, run_dir: Path, source) -> list[int]:
     """Write no snapshot before training has changed the state twice. Return the steps begun then."""
     steps = Steps()
     begun = []
@@ -106,11 +106,11 @@ def test_it_holds_the_state_of_its_step_while_training_changes_it(source, tmp_pa
         assert part in found, "steps 2 and 4 must not pass for equal"
 
 
-def train_failing(world: World, run_dir: Path, source: Any) -> tuple[list[int], list[Any]]:
+def train_failing(world: World, run_dir: Path, source) -> tuple[list[int], list[Any]]:
     """Let the first two saves fail on rank 1. Return the steps of all tries, and the counted
     failures by step.
     """
-    tries: list[int] = []
+    tries = []
     steps = Steps(lambda step: [writer.join(GIVEN_UP_S) for writer in writers()])
 
     def observer(operation: Operation) -> None:

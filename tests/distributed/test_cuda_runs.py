@@ -75,7 +75,7 @@ NUM_RANKS = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     """A Qwen3 with heads of 128, two query heads for each key head, and 32,000 tokens."""
     path = tmp_path_factory.mktemp("qwen3") / "model"
     save_model(

@@ -24,7 +24,7 @@ def test_a_run_that_is_scored_beside_computes_and_writes_the_same(tmp_path, monk
     beside = tmp_path / "beside"
     whole_runs.train(alone, 1, *words)
     monkeypatch.setattr(command, "POLL_S", 0.1)
-    codes: list[int] = []
+    codes = []
     scoring = threading.Thread(target=lambda: codes.append(command.main([str(beside), *EVALUATE])))
     log = tmp_path / "beside.log"
     with whole_runs.started(1, *words, f"trainer.default_local_dir={beside}", log=log) as attempt:

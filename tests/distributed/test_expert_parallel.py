@@ -14,7 +14,7 @@ from toy import (
     short_run,
     write_model_config,
 )
-from toy_runs import Recipe, Result, begun, run
+from toy_runs import Recipe, begun, run
 
 from trainer.config import ConfigError
 from trainer.model import selfcheck
@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def source(tmp_path_factory):
     return write_model_config(tmp_path_factory.mktemp("model"), "qwen3_moe", **EXPERTS)
 
 
@@ -58,12 +58,10 @@ def test_loss_and_gradient_are_those_of_transformers(tmp_path):
     assert {family: max(errors) for family, errors in found.items() if max(errors) > 1e-5} == {}
 
 
-def trained(
-    world: World, source: Any, **changes: Any
-) -> tuple[list[float], list[float], dict[str, Any]]:
+def trained(world: World, source, **changes) -> tuple[list[float], list[float], dict[str, Any]]:
     """(losses, norms, whole parameters at the end) of three steps."""
     run = short_run(world, source, total_steps=3, **changes)
-    rows: Any = run.tracking
+    rows = run.tracking
     return rows.column("train/loss"), rows.column("train/grad_norm"), full_parameters(run.model)
 
 
@@ -87,9 +85,9 @@ def test_a_checkpoint_does_not_depend_on_the_size(source, tmp_path, first, then)
     """`first` and `then`: numbers of ranks and of ranks that hold all experts."""
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"
-    expected: Result = run_ranks(run, first[0], whole, source, RECIPE, expert_size=first[1])[0]
+    expected = run_ranks(run, first[0], whole, source, RECIPE, expert_size=first[1])[0]
     begun(whole, resumed, 2)
-    found: Result = run_ranks(run, then[0], resumed, source, RECIPE, expert_size=then[1])[0]
+    found = run_ranks(run, then[0], resumed, source, RECIPE, expert_size=then[1])[0]
     assert found.start_step == 2
     later = {step: numbers for step, numbers in expected.losses.items() if step > 2}
     if first == then:
@@ -100,7 +98,7 @@ def test_a_checkpoint_does_not_depend_on_the_size(source, tmp_path, first, then)
         assert found.losses[step] == pytest.approx(numbers, rel=1e-5)
 
 
-def refuses_five_experts(world: World, source: Any) -> None:
+def refuses_five_experts(world: World, source) -> None:
     with pytest.raises(ConfigError, match="5 experts cannot be divided evenly"):
         build_toy_model(world, source)
 

@@ -3,7 +3,6 @@ exports carry them.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def add_tensors(model: Path, names: tuple[str, ...]) -> None:
     change_tensors(model / "model.safetensors", lambda tensors: tensors.update(added))
 
 
-def export(world: Any, root: Path) -> list[str]:
+def export(world, root: Path) -> list[str]:
     """Export the model after a change of every parameter; return what is logged. Collective."""
     source = ModelSource(str(root / "model"))
     with heard() as lines:

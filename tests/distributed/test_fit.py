@@ -1,6 +1,5 @@
 """Tests of the work around a run's steps: random numbers, signs of life, validation, and the end."""
 
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,13 +16,13 @@ from trainer.runtime.heartbeat import Heartbeat
 from trainer.train.fit import fit, validate
 
 
-def seeds_in_steps(world: Any, source: Any) -> list[int]:
+def seeds_in_steps(world, source) -> list[int]:
     """Seed of the generator in the first forward pass of each of two steps."""
     model = build_toy_model(world, source)
     seeds = []
     plain = model.forward
 
-    def forward(batch: Any) -> Any:
+    def forward(batch):
         seeds.append(torch.initial_seed())
         return plain(batch)
 
@@ -37,7 +36,7 @@ def test_each_rank_draws_its_own_random_numbers_in_each_step(source):
     assert len({seed for seeds in found for seed in seeds}) == 4
 
 
-def beats_of_a_step(world: Any, source: Any) -> tuple[int, int]:
+def beats_of_a_step(world, source) -> tuple[int, int]:
     run = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=1, max_samples=1)
     run.heartbeat = Mock(spec=Heartbeat)
     fit(run)
@@ -50,7 +49,7 @@ def test_the_watchdog_hears_of_every_micro_batch(source):
     assert num_beats >= num_micro_batches == 8
 
 
-def validation_losses(world: Any, source: Any) -> list[float]:
+def validation_losses(world, source) -> list[float]:
     samples = ToySamples()
     batches = ValidationBatches(samples, RankPlan(0, 1, Limits(None, None), 0.0), batch_size=8)
     run = toy_run(
@@ -71,7 +70,7 @@ def test_a_validation_draws_no_dropout(tmp_path):
     assert len(found) == 4 and len(set(found)) == 1
 
 
-def exit_code(world: Any, source: Any, stop_in_step: int) -> int:
+def exit_code(world, source, stop_in_step: int) -> int:
     run = toy_run(
         world,
         build_toy_model(world, source),

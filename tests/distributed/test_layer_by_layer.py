@@ -42,11 +42,11 @@ def bounded(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def load_and_export(world: Any, path: Path, target: Path) -> dict[str, Any]:
+def load_and_export(world, path: Path, target: Path) -> dict[str, Any]:
     """{tensor: whole} of one layer, loaded and exported within the shard and one layer."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)  # what is freed is given back
     source = ModelSource(str(path))
-    model: Any = assemble.on_meta(model_config(), source, is_packed=True)
+    model = assemble.on_meta(model_config(), source, is_packed=True)
     parallelize.parallelize(model, model_config(), world)
     load.materialize(model, world.device, buffer_device=world.device)
     layer_bytes = 4 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())

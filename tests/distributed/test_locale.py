@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def locales(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def locales(tmp_path_factory) -> Path:
     """A directory with a Latin-1 locale, for LOCPATH."""
     path = tmp_path_factory.mktemp("locales")
     if shutil.which("localedef") is None:

@@ -8,7 +8,6 @@ everywhere.
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ FREEZE = (
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("lora")
 
 
@@ -168,21 +167,21 @@ def assert_merged_as_by_peft(model: Path, adapter: Path, merged: Path) -> set[st
     Return the names of those that changed.
     """
     has_parts = "vision_config" in (model / "config.json").read_text(encoding="utf-8")
-    loader: Any = AutoModelForMultimodalLM if has_parts else AutoModelForCausalLM
+    loader = AutoModelForMultimodalLM if has_parts else AutoModelForCausalLM
     base = tensors_in(model)
     ours = tensors_in(merged)
     changed = set(differing(base, ours))
     assert base.keys() == ours.keys() and set() < changed < base.keys()
 
     adapted = PeftModel.from_pretrained(loader.from_pretrained(model, dtype=torch.float32), adapter)
-    expected: Any = adapted.merge_and_unload()
+    expected = adapted.merge_and_unload()
     loaded, info = loader.from_pretrained(merged, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
     torch.testing.assert_close(loaded.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-6)
     return changed
 
 
-def export_merged(world: Any, model: Path, target: Path, layers: str | list[str]) -> None:
+def export_merged(world, model: Path, target: Path, layers: str | list[str]) -> None:
     source = ModelSource(str(model))
     lora = {"lora_rank": 3, "use_rslora": True, "target_modules": layers}
     built = build_toy_model(

@@ -14,7 +14,7 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def source(tmp_path_factory):
     """Rows that no number of ranks divides."""
     changes = {"vocab_size": 163, "intermediate_size": 97, "tie_word_embeddings": False}
     return write_model_config(tmp_path_factory.mktemp("model"), "qwen3", **changes)

@@ -31,7 +31,7 @@ def test_neighbours_take_the_same_samples_however_parameters_lie():
 
 def test_the_number_of_replicas_asks_no_mesh():
     """To cut one takes longer than a kernel, and a step asks twice."""
-    nowhere: Any = None
+    nowhere = None
     world = World(torch.device("cpu"), nowhere, rank=5, size=32, num_shards=8)
     assert (world.num_replicas, world.data_rank, world.num_data_ranks) == (4, 5, 32)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from family_runs import prepare, save_tokenizer, words_of_run, write_samples
@@ -111,7 +110,7 @@ CASES = short_or_full(SHORT, full=list(product(KINDS, CHANGES, (1, 3))))
 def disturb_in(step: int, change: Callable[[Path], None], model: Path) -> None:
     """In every rank; the first makes the change just before the step."""
 
-    def disturb(run: Any, at: int) -> None:
+    def disturb(run, at: int) -> None:
         if at == step and run.world.is_main:
             change(model)
 
@@ -125,7 +124,7 @@ def exports_of(run_dir: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory,
 ) -> dict[str, tuple[Path, dict[str, bytes]]]:
     """{kind: (where its model and samples lie, the exports of an undisturbed run)}"""
     found = {}
@@ -158,7 +157,7 @@ def change_while_starting(change: Callable[[Path], None], model: Path) -> None:
 
     whole = main.build_model
 
-    def build_model(*args: Any, **kwargs: Any) -> Any:
+    def build_model(*args, **kwargs):
         built = whole(*args, **kwargs)
         if kwargs["world"].is_main:
             change(model)

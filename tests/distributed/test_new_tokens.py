@@ -5,7 +5,6 @@ template of its own.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ TEMPLATE = (
 )
 
 
-def pretrained(target: Path, *, is_tied: bool, **changes: Any) -> Path:
+def pretrained(target: Path, *, is_tied: bool, **changes) -> Path:
     """The quickstart's tokenizer with weights of one small layer, rows far from zero on average."""
     shutil.copytree(MODEL_DIR, target)
     shrink(target, hidden_size=32, intermediate_size=48, tie_word_embeddings=is_tied, **changes)
@@ -41,7 +40,7 @@ def pretrained(target: Path, *, is_tied: bool, **changes: Any) -> Path:
     return target
 
 
-def loaded(world: Any, path: str, ids: dict[str, int]) -> dict[str, torch.Tensor]:
+def loaded(world, path: str, ids: dict[str, int]) -> dict[str, torch.Tensor]:
     source = ModelSource(path, new_tokens=ids)
     model = build_toy_model(world, source)
     return {name: whole(p) for name, p in model.named_parameters(remove_duplicate=False)}

@@ -2,7 +2,6 @@
 and gives up in time.
 """
 
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,9 +16,7 @@ from trainer.train import fit
 from trainer.train.step import StepResult, training_step
 
 
-def train_poisoned(
-    world: Any, source: Any, bad_steps: set[int], poison: str, total_steps: int = 6
-) -> Any:
+def train_poisoned(world, source, bad_steps: set[int], poison: str, total_steps: int = 6):
     """Rank 1 meets a poisoned micro-batch in `bad_steps`; (exit code, rows, parameters after
     each step).
     """
@@ -29,7 +26,7 @@ def train_poisoned(
     plain = model.forward
     step = 0
 
-    def forward(batch: Any) -> LossOutput:
+    def forward(batch) -> LossOutput:
         output = plain(batch)
         loss = output.loss_sum
         if world.rank == 1 and step in bad_steps:
@@ -43,7 +40,7 @@ def train_poisoned(
 
     model.forward = forward
 
-    def recorded(run: Any, batch: Any) -> StepResult:
+    def recorded(run, batch) -> StepResult:
         nonlocal step
         step = batch.step
         result = training_step(run, batch)

@@ -7,7 +7,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -57,7 +56,7 @@ def trained(source, tmp_path_factory):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture
-def checkpoint(trained, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+def checkpoint(trained, tmp_path) -> Path:  # type: ignore[no-untyped-def]
     """A copy that a test may break, of two ranks."""
     return Path(
         shutil.copytree(trained["plain"][0] / "global_step_2", tmp_path / "run" / "global_step_2")
@@ -85,7 +84,7 @@ def test_an_export_afterwards_is_the_export_of_the_save_to_the_byte(trained, tmp
     assert not differing(tensors, result.parameters)
 
 
-def save_once(world: Any, run_dir: Path, source: Any, largest: float | None) -> Tensors:
+def save_once(world, run_dir: Path, source, largest: float | None) -> Tensors:
     """A checkpoint of step 0 without training, with one parameter set to `largest`; all
     parameters, whole.
     """
@@ -165,7 +164,7 @@ def test_a_full_disk_leaves_nothing(checkpoint, tmp_path):
 
 def test_killed_at_any_operation_there_is_no_half_export(checkpoint, tmp_path):
     """One rename gives a directory its name, once all that it holds is written and synced."""
-    operations: list[fsio.Operation] = []
+    operations = []
     target = tmp_path / "export"
     with patch.object(fsio, "observer", operations.append):
         exported(checkpoint, target)

@@ -38,9 +38,7 @@ OWN = (
 )
 
 
-def train(
-    world: World, run_dir: Path, source: Any, *, loss: str = "cross_entropy", samples: Any = None
-) -> int:
+def train(world: World, run_dir: Path, source, *, loss: str = "cross_entropy", samples=None) -> int:
     model = build_toy_model(world, source, loss=loss)
     tracking = Tracking("toy", "toy", [], {}, run_dir=run_dir) if world.is_main else None
     run = toy_run(world, model, samples or ToySamples(), total_steps=NUM_STEPS, tracking=tracking)
@@ -50,7 +48,7 @@ def train(
     return exit_code
 
 
-def train_with_own_metrics(world: World, run_dir: Path, source: Any) -> int:
+def train_with_own_metrics(world: World, run_dir: Path, source) -> int:
     """With a loss that measures them."""
     METRICS.update({metric.key: metric for metric in OWN})
 
@@ -85,12 +83,12 @@ class SlowOnOneRank(ToySamples):
         super().__init__()
         self._pause_s = STALL_S * rank
 
-    def sample(self, index: int) -> Any:
+    def sample(self, index: int):
         time.sleep(self._pause_s)
         return super().sample(index)
 
 
-def train_slowly(world: World, run_dir: Path, source: Any) -> int:
+def train_slowly(world: World, run_dir: Path, source) -> int:
     return train(world, run_dir, source, samples=SlowOnOneRank(world.rank))
 
 
@@ -112,17 +110,17 @@ def test_the_rank_that_others_wait_for_is_named_with_its_phase(source, tmp_path)
 
 
 def train_noting_norms(
-    world: World, source: Any
+    world: World, source
 ) -> tuple[dict[str, float], float, list[dict[str, float]]]:
     """{parameter: norm of its whole gradient} and the norm of all parameters, both before the
     update of the second of three steps, and the rows of all.
     """
-    grad_norms: dict[str, float] = {}
-    weight_norms: list[float] = []
+    grad_norms = {}
+    weight_norms = []
     model = build_toy_model(world, source)
     run = toy_run(world, model, ToySamples(), total_steps=NUM_STEPS)
 
-    def noting(optimizer: Any, **scalars: Any) -> None:
+    def noting(optimizer, **scalars) -> None:
         if run.batches.step == 2:
             for name, parameter in model.named_parameters():
                 grad_norms[name] = parameter.grad.full_tensor().double().norm().item()

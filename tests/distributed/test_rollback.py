@@ -7,7 +7,6 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +71,7 @@ class Outcome:
 
 
 def train(
-    world: World, run_dir: Path, source: Any, fault: str, on_severe: str, kill_at: str = ""
+    world: World, run_dir: Path, source, fault: str, on_severe: str, kill_at: str = ""
 ) -> Outcome:
     """`fault`: none, batch (poisoned samples), or rank (rank 1's gradient a thousand times too
     large, once).
@@ -80,7 +79,7 @@ def train(
     guard = Guard(guard_config(on_severe=on_severe))
     num_calls = [layout.read_pointer(run_dir).step or 0]
 
-    def gradient_sum(parameters: Any) -> Any:
+    def gradient_sum(parameters):
         num_calls[0] += 1
         if fault == "rank" and world.rank == 1 and num_calls[0] == BAD_STEP:
             for parameter in parameters:
@@ -110,26 +109,26 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory, source: Any) -> tuple[Path, Outcome]:
+def clean(tmp_path_factory, source) -> tuple[Path, Outcome]:
     """A run on one rank that meets no fault."""
     run_dir = tmp_path_factory.mktemp("clean") / "run"
     return run_dir, trained(1, run_dir, source, "none", "rollback")
 
 
 @pytest.fixture
-def begun(clean: tuple[Path, Outcome], tmp_path: Path) -> Path:
+def begun(clean: tuple[Path, Outcome], tmp_path) -> Path:
     """A run directory that holds what the clean run had after step `BEGUN`."""
     return toy_runs.begun(clean[0], tmp_path / "run", BEGUN)
 
 
 @pytest.fixture(scope="module")
-def rolled_back(clean: tuple[Path, Outcome], source: Any) -> tuple[Path, Outcome]:
+def rolled_back(clean: tuple[Path, Outcome], source) -> tuple[Path, Outcome]:
     """A run on one rank that met the poisoned batch."""
     run_dir = toy_runs.begun(clean[0], clean[0].with_name("rolled_back"), BEGUN)
     return run_dir, trained(1, run_dir, source, "batch", "rollback")
 
 
-def trained(num_ranks: int, run_dir: Path, source: Any, *arguments: str) -> Outcome:
+def trained(num_ranks: int, run_dir: Path, source, *arguments: str) -> Outcome:
     """Train on this many ranks, and return what all of them report alike."""
     first, *others = run_ranks(train, num_ranks, run_dir, source, *arguments, timeout_s=240)
     assert all(outcome == first for outcome in others)

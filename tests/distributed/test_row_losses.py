@@ -31,11 +31,11 @@ STEPS = 6
 SHARES = (Share(18), Share(6, repeat=3.0))
 
 
-def losses_of_steps(world: Any, path: Path) -> tuple[Any, list[Any]]:
+def losses_of_steps(world, path: Path) -> tuple[Any, list[Any]]:
     """(parameters before the first step, (losses of the samples, loss) of each step)."""
     model = build_toy_model(world, write_model_config(path / str(world.rank)))
     parts = toy_run(world, model, ToySamples(shares=SHARES), total_steps=3, max_tokens=80)
-    recorder: Any = parts.tracking
+    recorder = parts.tracking
     begun_with = full_parameters(model)
     assert fit(parts) == 0
     losses = recorder.column("train/loss")

@@ -8,7 +8,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from faults.failpoints import (
@@ -67,7 +66,7 @@ class Story:
 def save_around_a_stop(
     world: World,
     run_dir: Path,
-    source: Any,
+    source,
     victim: int,
     label: str,
     *,

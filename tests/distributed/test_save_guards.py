@@ -24,7 +24,7 @@ from trainer.runtime.progress import History, Position
 STAGED_BY_OTHER = ".staging_global_step_9.0a1b2c3d"
 
 
-def held_lock(world: Any, run_dir: Path) -> RunLock | None:
+def held_lock(world, run_dir: Path) -> RunLock | None:
     if not world.is_main:
         return None
     lock = RunLock(run_dir)
@@ -32,13 +32,13 @@ def held_lock(world: Any, run_dir: Path) -> RunLock | None:
     return lock
 
 
-def is_manifest(world: Any, operation: Operation) -> bool:
+def is_manifest(world, operation: Operation) -> bool:
     """Return True on the main rank when it begins the manifest."""
     is_created = operation.kind == "create" and operation.path.name == MANIFEST
     return bool(world.is_main and is_created)
 
 
-def save_watched(world: Any, run_dir: Path, source: Any, disturb: Any, save_timeout_s: int) -> Any:
+def save_watched(world, run_dir: Path, source, disturb, save_timeout_s: int):
     """Return the error of one save. `disturb(world, operation, run_dir)` is called before each
     operation.
     """
@@ -60,21 +60,21 @@ def replace_lock(run_dir: Path) -> None:
     os.replace(run_dir / "other", run_dir / LOCK)
 
 
-def take_over(world: Any, operation: Operation, run_dir: Path) -> None:
+def take_over(world, operation: Operation, run_dir: Path) -> None:
     """Another run, which is saving too, replaces the lock file while the manifest is written."""
     if is_manifest(world, operation):
         replace_lock(run_dir)
         (run_dir / STAGED_BY_OTHER).mkdir()
 
 
-def settle_and_roll_back(world: Any, run_dir: Path, source: Any) -> list[str]:
+def settle_and_roll_back(world, run_dir: Path, source) -> list[str]:
     """Return the errors of a run that was taken over when it points to a checkpoint, and when it
     rolls back to one.
     """
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     lock = held_lock(world, run_dir)
     manager = checkpoint_manager(world, run_dir, source, parts, Recipe(), lock=lock)
-    batches: Any = SimpleNamespace(step=40, last_step=60, follows=lambda earlier: True)
+    batches = SimpleNamespace(step=40, last_step=60, follows=lambda earlier: True)
     for step in (10, 40):
         manager.save(Position(step), loss=1.0, grad_norm=1.0, history=History(), is_required=True)
     if world.is_main:
@@ -99,14 +99,14 @@ def test_a_run_that_was_taken_over_changes_no_checkpoint_of_the_other(source, tm
     assert [info.step for info in layout.committed(run_dir)] == [10, 40]
 
 
-def truncate_after_report(world: Any, operation: Operation, run_dir: Path) -> None:
+def truncate_after_report(world, operation: Operation, run_dir: Path) -> None:
     save.VISIBLE_WITHIN_S = 0.2
     if world.rank == 1 and operation.kind == "phase" and operation.path.name == "export.report":
         (shard,) = run_dir.glob(".staging_global_*/optim_world_size_2_rank_1.pt")
         os.truncate(shard, 1000)
 
 
-def dawdle(world: Any, operation: Operation, run_dir: Path) -> None:
+def dawdle(world, operation: Operation, run_dir: Path) -> None:
     if is_manifest(world, operation):
         time.sleep(2.2)
 
@@ -130,7 +130,7 @@ def test_a_disturbed_save_is_not_committed(source, tmp_path, disturb):
     assert [path.name for path in run_dir.glob(".staging*")] == staged
 
 
-def agree_after_a_late_answer(world: Any) -> list[Any]:
+def agree_after_a_late_answer(world) -> list[Any]:
     agreement = Agreement(world, timeout_s=20.0)
     if not world.is_main:
         agreement._give_up()

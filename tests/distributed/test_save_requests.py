@@ -3,7 +3,6 @@
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -20,7 +19,7 @@ def ask_in_step(asked_step: int, run_dir: Path) -> None:
     """The run looks for files at once."""
     requests.LOOK_EVERY_S = 0.0
 
-    def ask(run: Any, step: int) -> None:
+    def ask(run, step: int) -> None:
         if run.world.is_main and step == asked_step:
             (run_dir / requests.FILE_NAME).touch()
 
@@ -32,7 +31,7 @@ def wait_in_steps() -> None:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+def straight(tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
     """A run that is asked for no save: its directory and its words."""
     root = tmp_path_factory.mktemp("straight")
     words = (

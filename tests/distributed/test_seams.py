@@ -53,7 +53,7 @@ class HeavyBall(Optimizer):
             }
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 buffer = local(self.state[parameter]["momentum_buffer"])
@@ -64,7 +64,7 @@ class HeavyBall(Optimizer):
                 )
 
 
-def train(world: Any, root: Path, source: Any, num_steps: int = 99) -> list[Result]:
+def train(world, root: Path, source, num_steps: int = 99) -> list[Result]:
     """A run of each choice, in a directory of its own. Every second step has one sample, so a rank
     has no supervised position.
     """
@@ -180,17 +180,17 @@ class ShardedWithOwn(Sharded):
 
 
 def train_averaged(
-    world: Any,
+    world,
     run_dir: Path,
-    source: Any,
+    source,
     num_steps: int = 99,
     kind: type[WeightAverage] = WeightAverage,
-    **settings: Any,
-) -> Any:
+    **settings,
+):
     """(steps trained, the averages at the end as whole tensors where they are sharded, lines of
     the log).
     """
-    made: list[WeightAverage] = []
+    made = []
 
     def make(run: Run) -> WeightAverage:
         made.append(kind(run))
@@ -214,7 +214,7 @@ def test_a_part_of_ones_own_is_saved_and_goes_on_bit_equal(source, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def sharded(source: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+def sharded(source, tmp_path_factory) -> dict[str, Tensor]:
     """The averages after a run in one piece on two ranks."""
     run_dir = tmp_path_factory.mktemp("sharded") / "run"
     return run_ranks(train_averaged, 2, run_dir, source, kind=Sharded)[0][1]
@@ -247,7 +247,7 @@ REFUSED: dict[type[WeightAverage], str] = {
 }
 
 
-def refusals(world: Any, root: Path, source: Any) -> list[str]:
+def refusals(world, root: Path, source) -> list[str]:
     found = []
     for kind in REFUSED:
         with pytest.raises(Exception, match="part 'average' cannot be saved") as error:

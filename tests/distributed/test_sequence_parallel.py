@@ -63,7 +63,7 @@ def trained(world: World, root: Path, num_variants: int) -> dict[str, Any]:
 
     The second step has micro-batches of one document.
     """
-    found: dict[str, Any] = {}
+    found = {}
     variants = [*VARIANTS.items()][:num_variants]
     for number, (name, (family, changes, settings)) in enumerate(variants):
         path = root / f"{number} of {world.size}-{world.rank}"
@@ -74,7 +74,7 @@ def trained(world: World, root: Path, num_variants: int) -> dict[str, Any]:
             parts = toy_run(world, model, SAMPLES, total_steps=1, **limits)
             for batch in parts.batches:
                 step = training_step(parts, batch)
-                recorder: Any = parts.tracking
+                recorder = parts.tracking
                 samples = recorder.samples[batch.step]
                 row = {key: step.row[key] for key in KEPT if key in step.row}
                 losses = zip(samples.ids, samples.loss_sums, strict=True)

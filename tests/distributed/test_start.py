@@ -3,7 +3,6 @@ time limit.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from family_trials import heard
@@ -17,7 +16,7 @@ from trainer.errors import EXIT_RESUMABLE, CannotWriteError
 from trainer.runtime.signals import StopRequest
 
 
-def start_unseen(world: Any, run_dir: Path) -> str:
+def start_unseen(world, run_dir: Path) -> str:
     """Rank 1 stands for another machine: it does not see what rank 0 writes."""
     start.SHARED_WITHIN_S = 0.3
     if world.rank == 1:
@@ -38,7 +37,7 @@ def test_a_directory_that_is_not_shared_is_refused_on_every_rank(tmp_path):
     assert not list((tmp_path / "run").glob(".staging*"))
 
 
-def start_on_full_disk(world: Any, run_dir: Path, source: Any) -> str:
+def start_on_full_disk(world, run_dir: Path, source) -> str:
     fsio.free_bytes = lambda path: 1000
     try:
         run(world, run_dir, source, Recipe())
@@ -55,7 +54,7 @@ def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path, sou
 
 
 @pytest.fixture(scope="module")
-def ended(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended(source, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("ended") / "run"
     run_ranks(run, 1, run_dir, source, Recipe())
     return run_dir
@@ -65,7 +64,7 @@ STEPS = (0, 99)
 """Of a run that is finished with its last checkpoint, and of one that is not."""
 
 
-def errors_for_other_data(world: Any, run_dir: Path) -> list[str]:
+def errors_for_other_data(world, run_dir: Path) -> list[str]:
     own = fingerprints(Recipe()) | {"data": "other"}
     errors = []
     for total_steps in STEPS:
@@ -80,7 +79,7 @@ def test_a_run_does_not_answer_for_other_data(ended):
         assert "data: " in error and "-> other   <- refused" in error
 
 
-def said_at_starts(world: Any, run_dir: Path) -> list[list[str]]:
+def said_at_starts(world, run_dir: Path) -> list[list[str]]:
     said = []
     for total_steps in STEPS:
         config = trainer_config(run_dir, Recipe())
@@ -100,7 +99,7 @@ def test_why_this_checkpoint_is_said_once(ended):
         assert said and len(said) == len(set(said)), said
 
 
-def run_for_no_time(world: Any, run_dir: Path, source: Any) -> Any:
+def run_for_no_time(world, run_dir: Path, source):
     stop = StopRequest(max_time_s=0.0 if world.rank == 1 else 1000.0)
     return run(world, run_dir, source, Recipe(), stop=stop)
 

@@ -29,7 +29,7 @@ MESHES = [*((size, -1) for size in WORLD_SIZES), *HYBRID]
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def source(tmp_path_factory):
     """Rows that no world size divides (163, 97), and vectors of 2 rows: empty shards from 3
     ranks on.
     """
@@ -46,7 +46,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(source: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Result]:
+def saved(source, tmp_path_factory) -> dict[Path, Result]:
     """{run directory: the state at step 6}, with checkpoints of steps 2, 4, 6."""
     root = tmp_path_factory.mktemp("saved")
     found = {}
@@ -56,9 +56,7 @@ def saved(source: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, R
     return found
 
 
-def load_all(
-    world: Any, run_dirs: list[Path], source: Any
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def load_all(world, run_dirs: list[Path], source) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Load each checkpoint on this number of ranks; return whole parameters and moments."""
     found = []
     for run_dir in run_dirs:

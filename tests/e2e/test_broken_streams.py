@@ -10,7 +10,7 @@ from whole_runs import curve
 
 
 @pytest.fixture
-def cwd(tmp_path: Path) -> Path:
+def cwd(tmp_path) -> Path:
     # torch's own cache, one per user
     (tmp_path / "tmp" / f"torchinductor_{getpass.getuser()}").mkdir(parents=True)
     return tmp_path

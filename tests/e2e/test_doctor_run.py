@@ -48,7 +48,7 @@ def lose_gradient() -> None:
 
     real = DefaultReduceScatter.__call__
 
-    def reduce(self: Any, output_tensor: Any, input_tensor: Any, *more: Any, **options: Any) -> Any:
+    def reduce(self, output_tensor, input_tensor, *more, **options):
         input_tensor.mul_(os.environ["RANK"] != "1")
         return real(self, output_tensor, input_tensor, *more, **options)
 
@@ -62,7 +62,7 @@ def rank_server() -> None:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(tmp_path, monkeypatch) -> Path:
     """Return the directory for temporary files."""
     directory = tmp_path / "tmp"
     directory.mkdir()
@@ -72,7 +72,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def recipe(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # forked and launched ranks compute bit-equally
@@ -137,7 +137,7 @@ class MadeRuns(Runs):
         super().__init__(words, 2, Path(), is_on_gpu=False, planned_gib=lambda *_: 1.0)
         self.made = {"straight": rows(), **others}
 
-    def train(self, name: str, *overrides: str, **_: Any) -> Any:
+    def train(self, name: str, *overrides: str, **_):
         if name not in self.made:
             raise RunFailedError(f"{name}: CUDA out of memory")
         return SimpleNamespace(

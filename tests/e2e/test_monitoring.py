@@ -25,7 +25,7 @@ NUM_STEPS = 52
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def watched(tmp_path_factory) -> Path:
     """The run directory of a run with everything switched on."""
     place = tmp_path_factory.mktemp("watched")
     run_dir = place / "watched"

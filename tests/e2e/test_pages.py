@@ -19,7 +19,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -133,7 +132,7 @@ class Reader:
         self.num_runs += 1
         return launch.main(rest)
 
-    def _on_forked_ranks(self, command: list[str], **_: Any) -> int:
+    def _on_forked_ranks(self, command: list[str], **_) -> int:
         (number,) = (word for word in command if word.startswith("--nproc-per-node="))
         words = command[command.index("trainer") + 1 :]
         code, output = self._forked(int(number.partition("=")[2]), *words)
@@ -144,7 +143,7 @@ class Reader:
         here = functools.partial(os.chdir, self.root)
         return whole_runs.run(num_ranks, *words, log=self.root / "log", before=here)
 
-    def train(self, *words: str, **_: Any) -> api.RunDirectory:
+    def train(self, *words: str, **_) -> api.RunDirectory:
         """In place of `trainer.api.train`, which starts a process."""
         words = (*words, *self.words_behind(list(words)), "trainer.experiment_name=from_python")
         code, output = self._forked(1, *words)
@@ -153,7 +152,7 @@ class Reader:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+def reader(tmp_path_factory) -> Iterator[Reader]:
     with pytest.MonkeyPatch.context() as patch:
         root = tmp_path_factory.mktemp("reader")
         patch.chdir(root)

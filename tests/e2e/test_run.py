@@ -25,7 +25,7 @@ from trainer.train.start.compose import load_config
 
 
 @pytest.fixture(scope="module")
-def straight(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def straight(cache: str, tmp_path_factory) -> tuple[Path, str]:
     """An uninterrupted run on two ranks: (its run directory, what it printed)."""
     cwd = tmp_path_factory.mktemp("straight")
     done = run(cwd, 2, cache, *SMALL)
@@ -92,7 +92,7 @@ def every_value(run_dir: Path, key: str) -> set[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def killed(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(cache: str, tmp_path_factory) -> Path:
     """Where a run was started that was killed after step 4."""
     cwd = tmp_path_factory.mktemp("killed")
     kill_after(4, cwd, cache, *SMALL)

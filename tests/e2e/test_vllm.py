@@ -61,14 +61,14 @@ def random_ids(num_values: int) -> list[int]:
     return torch.randint(0, num_values, (48,), generator=generator).tolist()
 
 
-def log_prob(model: Any, ids: list[int]) -> float:
+def log_prob(model, ids: list[int]) -> float:
     """Return the log-probability of a text under a model of transformers, summed in float64."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
     return -F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
 
 
-def export_families(world: Any, root: Path) -> None:
+def export_families(world, root: Path) -> None:
     """Each family as built by the trainer, every parameter changed as by an update, exported."""
     for name in (*FAMILIES, WHOLE):
         source = ModelSource(str(root / name))
@@ -140,7 +140,7 @@ def evaluated(run_dir: Path, answer: Callable[[dict[str, Any]], dict[str, Any]])
 
 
 def asked_by_evaluate(run_dir: Path) -> dict[str, Any]:
-    jobs: list[dict[str, Any]] = []
+    jobs = []
 
     def refused(job: dict[str, Any]) -> dict[str, Any]:
         jobs.append(job)
@@ -153,7 +153,7 @@ def asked_by_evaluate(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("served")
 
 
@@ -201,7 +201,7 @@ def served(jobs: dict[str, dict[str, Any]], root: Path) -> dict[str, Any]:
         timeout=500,
     )
     assert answered.returncode == 0, answered.stderr[-3000:]
-    found: dict[str, Any] = json.loads(answered.stdout.splitlines()[-1])
+    found = json.loads(answered.stdout.splitlines()[-1])
     return found
 
 
@@ -240,7 +240,7 @@ def test_evaluate_scores_what_vllm_wrote(jobs, served, root):
 
 
 def is_solved(completion: str, check: str) -> bool:
-    namespace: dict[str, Any] = {}
+    namespace = {}
     try:
         exec(completion.removeprefix("```python\n").removesuffix("\n```"), namespace)
         return bool(eval(check, namespace))
@@ -254,7 +254,7 @@ def test_the_export_of_a_family_gives_a_text_the_probability_it_has_in_transform
 ):
     export = jobs[name]["model"]
     ids = jobs[name]["ids"]
-    auto: Any = AutoModelForMultimodalLM if name == WHOLE else AutoModelForCausalLM
+    auto = AutoModelForMultimodalLM if name == WHOLE else AutoModelForCausalLM
     expected, before = (
         log_prob(auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"), ids)
         for path in (export, export.with_name(name))
@@ -270,7 +270,7 @@ def test_an_adapter_serves_what_was_trained(jobs, served):
     base, adapter, ids = (jobs["adapter"][key] for key in ("model", "adapter", "ids"))
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = {"model": log_prob(plain, ids)}
-    adapted: Any = PeftModel.from_pretrained(plain, adapter)
+    adapted = PeftModel.from_pretrained(plain, adapter)
     expected["adapter"] = log_prob(adapted, ids)
     assert abs(expected["model"] - expected["adapter"]) > 0.1, "the adapter adds nothing"
     assert served["adapter"] == pytest.approx(expected, rel=1e-5)

@@ -24,7 +24,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 
-def answer(llm: Any, question: str) -> dict[str, Any]:
+def answer(llm, question: str) -> dict[str, Any]:
     answers = llm.chat(
         [{"role": "user", "content": question}], SamplingParams(temperature=0.0, max_tokens=80)
     )
@@ -36,7 +36,7 @@ def answer(llm: Any, question: str) -> dict[str, Any]:
     }
 
 
-def log_prob(llm: Any, ids: list[int], adapter: LoRARequest | None = None) -> float:
+def log_prob(llm, ids: list[int], adapter: LoRARequest | None = None) -> float:
     parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     (found,) = llm.generate([{"prompt_token_ids": ids}], parameters, lora_request=adapter)
     return sum(

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def fake_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, Any]]]:
+def fake_runs(tmp_path_factory) -> Iterator[Callable[..., dict[str, Any]]]:
     """Runs a case (fields of `fake_step.Case`, and its `kind`) there, once; what it did."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ to build the fake device with")

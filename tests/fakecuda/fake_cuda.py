@@ -79,7 +79,7 @@ def called(name: str, subject: int | None = None) -> None:
 
 
 class Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs) -> None:
         self.number = next(_numbers)
 
     def record(self, stream: "Stream | None" = None) -> None:
@@ -101,11 +101,11 @@ class Event:
 
 
 class Stream:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs) -> None:
         self.number = next(_numbers)
 
     @property
-    def device(self) -> Any:
+    def device(self):
         import torch
 
         return torch.device("cuda", torch.cuda.current_device())
@@ -157,14 +157,14 @@ def install(library: Path) -> None:
     import transformers  # noqa: F401
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    def current_stream(device: Any = None) -> Stream:
+    def current_stream(device=None) -> Stream:
         return getattr(_threads, "stream", DEFAULT)
 
-    def set_device(device: Any) -> None:
+    def set_device(device) -> None:
         _threads.device = torch.device(device).index if not isinstance(device, int) else device
         called("set_device")
 
-    answers: dict[str, Any] = {
+    answers = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
@@ -199,7 +199,7 @@ def install(library: Path) -> None:
     FakeTensor.data_ptr = _address  # type: ignore[method-assign,assignment]
 
 
-def _note_host_memory(tensor_type: Any) -> None:
+def _note_host_memory(tensor_type) -> None:
     """It stays as it is; that it is asked to be page-locked is what counts."""
     from torch.utils.weak import WeakIdKeyDictionary
 
@@ -209,7 +209,7 @@ def _note_host_memory(tensor_type: Any) -> None:
     tensor_type.is_pinned = lambda tensor, *args: tensor.untyped_storage() in PINNED
 
 
-def _address(tensor: Any) -> int:
+def _address(tensor) -> int:
     """Another for each tensor that is alive, and for each place in it."""
     return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize)
 
@@ -230,7 +230,7 @@ def is_locked(pointer: int, size_bytes: int) -> bool:
     )
 
 
-def _generator(device: Any) -> Any:
+def _generator(device):
     """The state of the generator of a device, on the host."""
     import torch
 
@@ -238,7 +238,7 @@ def _generator(device: Any) -> Any:
     return torch.empty(16, dtype=torch.uint8)
 
 
-def _pinned(tensor: Any) -> Any:
+def _pinned(tensor):
     called("pin_memory")
     PINNED[tensor.untyped_storage()] = True
     return tensor

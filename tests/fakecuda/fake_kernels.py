@@ -5,7 +5,6 @@ counts as it would.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,14 +13,14 @@ from torch import Tensor
 NUM_KERNELS = {"fakecuda::norm": 1, "fakecuda::norm_backward": 2}
 
 
-def _rms_norm(hidden: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(hidden: Tensor, shape, weight: Tensor, eps: float) -> Tensor:
     assert hidden.device.type == weight.device.type == "cuda"
     assert hidden.dtype == weight.dtype, "torch would compute it in pieces"
     assert weight.shape == hidden.shape[-1:]
     return OPERATIONS.norm(hidden, weight)
 
 
-def _gradients(backward: Any, ctx: Any, grad: Tensor) -> Any:
+def _gradients(backward, ctx, grad: Tensor):
     return backward(grad, *ctx.saved_tensors)
 
 

@@ -49,15 +49,15 @@ def _on_fake_cuda(case: Case) -> Iterator[None]:
     plain_materialize = load.materialize
 
     @contextmanager
-    def world(job: Any) -> Iterator[World]:
+    def world(job) -> Iterator[World]:
         with fake_world(case) as made:
             yield made
 
-    def sharded(*args: Any) -> None:
+    def sharded(*args) -> None:
         with on_meta_device():
             plain_parallelize(*args)
 
-    def with_memory(model: Any, device: torch.device, *, buffer_device: torch.device) -> None:
+    def with_memory(model, device: torch.device, *, buffer_device: torch.device) -> None:
         plain_materialize(
             model, torch.device("cpu") if case.offload else device, buffer_device=buffer_device
         )

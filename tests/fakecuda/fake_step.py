@@ -187,7 +187,7 @@ def on_meta_device() -> Iterator[None]:
     """FSDP2 would move parameters on meta to the card, and make its all-gather buffers there."""
     plain = torch.empty
 
-    def empty(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    def empty(*args, device=None, **kwargs) -> Tensor:
         return plain(*args, device=None if str(device).startswith("cuda") else device, **kwargs)
 
     moved = "torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device"
@@ -206,7 +206,7 @@ HOST_INPUTS: list[str] = []
 """Dtypes of the inputs of compiled graphs that are tensors on the host."""
 
 
-def _graph_as_it_is(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+def _graph_as_it_is(graph: torch.fx.GraphModule, inputs: list[Any]):
     found = [each for each in inputs if isinstance(each, Tensor) and each.device.type == "cpu"]
     HOST_INPUTS.extend(str(tensor.dtype) for tensor in found)
     return graph.forward

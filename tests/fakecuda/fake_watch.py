@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fake_cuda
 import fake_kernels
@@ -47,18 +46,18 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._answer = answer
         self.phase = ""
-        self.operations: Counter[str] = Counter()
+        self.operations = Counter()
         self.num_kernels = 0
-        self.reads: Counter[str] = Counter()
-        self.copies: list[dict[str, Any]] = []
-        self.collectives: list[dict[str, Any]] = []
+        self.reads = Counter()
+        self.copies = []
+        self.collectives = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled code runs as such under it too."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
         kwargs = kwargs or {}
         is_mask = name == "aten.index.Tensor" and any(
@@ -90,7 +89,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _note_copy(
-        self, name: str, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
+        self, name: str, args, kwargs, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
         if name == "aten.copy_.default":
             source = args[1]
@@ -118,7 +117,7 @@ class Watch(TorchDispatchMode):
                 }
             )
 
-    def _note_collective(self, name: str, args: Any, kwargs: Any) -> None:
+    def _note_collective(self, name: str, args, kwargs) -> None:
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         groups = [
@@ -144,7 +143,7 @@ class Watch(TorchDispatchMode):
         )
 
 
-def num_kernels(func: Any) -> int:
+def num_kernels(func) -> int:
     """Count the kernels of the device. Views, allocations and notes of the profiler launch none."""
     name = func.name().split(".")[0]
     if (
@@ -180,7 +179,7 @@ def _is_pinned(host: Tensor) -> bool:
     return not isinstance(host, FakeTensor) and fake_cuda.is_locked(host.data_ptr(), host.nbytes)
 
 
-def _insist(*args: Any) -> None:
+def _insist(*args) -> None:
     """The terms of the kernel, of what `varlen_attn` hands to its operation."""
     given = _VARLEN.bind(*args)
     given.apply_defaults()

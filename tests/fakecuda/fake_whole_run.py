@@ -55,16 +55,16 @@ class OnCard(TorchDispatchMode):
         super().__init__()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def __enter__(self) -> Any:
+    def __enter__(self):
         # `torch.tensor` of a device: of the host, then copied
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, *args) -> None:
         super().__exit__(*args)
         torch._C._set_only_lift_cpu_tensors(False)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         on_card = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
@@ -195,15 +195,15 @@ def _other_ranks(num_ranks: int, run_dir: Path) -> Iterator[None]:
     plain = dist.init_process_group
     others = range(1, num_ranks)
 
-    def start(backend: str, **options: Any) -> None:
+    def start(backend: str, **options) -> None:
         plain("fake", **options | {"store": dist.HashStore()})
 
-    def gathered(found: list[Any], own: Any, group: Any = None) -> None:
+    def gathered(found: list[Any], own, group=None) -> None:
         found[:] = [own] * len(found)
         if isinstance(own, tuple) and own[1] == fake_cuda.CARD.uuid:
             found[1:] = [(own[0], f"card of rank {rank}", *own[2:]) for rank in others]
 
-    def agree(agreement: Agreement, *, value: Any, error: str | None, deadline: float) -> list[Any]:
+    def agree(agreement: Agreement, *, value, error: str | None, deadline: float) -> list[Any]:
         assert error is None
         written = dict[int, list[Any]]()
         # the shards

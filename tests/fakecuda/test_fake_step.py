@@ -51,12 +51,12 @@ SHARED_TOKENS = (75, 74)
 
 
 @pytest.fixture
-def steps(fake_runs: Any) -> Any:
+def steps(fake_runs):
     """Return a function from the name of a case to the record of its step."""
     return lambda name: fake_runs(kind="step", **CASES[name])
 
 
-def collectives(step: dict[str, Any], kind: str, **wanted: Any) -> list[dict[str, Any]]:
+def collectives(step: dict[str, Any], kind: str, **wanted) -> list[dict[str, Any]]:
     return [c for c in step["collectives"] if c["kind"] == kind and wanted.items() <= c.items()]
 
 

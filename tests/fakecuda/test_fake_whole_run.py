@@ -28,7 +28,7 @@ SHARED = "documents shared, a rollback"
 
 
 @pytest.fixture
-def runs(fake_runs: Any) -> Any:
+def runs(fake_runs):
     """Return a function from a case to the record of its run."""
     return lambda name: fake_runs(kind="run", **RUNS[name])
 

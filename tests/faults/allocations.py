@@ -79,7 +79,7 @@ class Scene:
 
 
 def train_with_failure(
-    world: World, run_dir: Path, source: Any, rank: int, number: int, *, is_lasting: bool
+    world: World, run_dir: Path, source, rank: int, number: int, *, is_lasting: bool
 ) -> tuple[int, int]:
     """Return the exit code and the number of allocations."""
     errors = os.open(run_dir.with_suffix(f".{world.rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -139,7 +139,7 @@ def message(stack: str) -> str:
 
 
 def run_cases(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    counts: collections.Counter[str] = collections.Counter()
+    counts = collections.Counter()
     scene = Scene(root)
     chance = random.Random(arguments.seed)
     faults = []

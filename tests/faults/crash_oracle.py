@@ -20,7 +20,7 @@ class Stage:
     def __init__(self, place: Path) -> None:
         self.path = place / "run"
         self.path.mkdir(parents=True)
-        self._now: dict[str, Tree] = {}
+        self._now = {}
 
     def show(self, state: Tree) -> Path:
         """Return the directory that holds `state`."""
@@ -140,7 +140,7 @@ class Explorer:
     ) -> None:
         """If a cut has more than `max_combinations`, that many are drawn by `seed`."""
         self.stage = Stage(place)
-        self.outcomes: dict[Tree, Outcome] = {}
+        self.outcomes = {}
         self._is_whole = is_whole
         self._max_combinations = max_combinations
         self._seed = seed

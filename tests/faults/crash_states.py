@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from unittest import mock
 
 from trainer.checkpoint import fsio, layout
@@ -39,13 +39,13 @@ def recording() -> Iterator[list[TimedOperation]]:
 
     From `commit` on a step must not be lost; `publish` repeats that.
     """
-    log: list[TimedOperation] = []
+    log = []
 
     def observe(operation: Operation) -> None:
         log.append((time.monotonic_ns(), replace(operation, data=bytes(operation.data))))
 
-    def acknowledging(function: Any) -> Any:
-        def call(path: Path, step: int, **settings: Any) -> Any:
+    def acknowledging(function):
+        def call(path: Path, step: int, **settings):
             result = function(path, step, **settings)
             observe(mark(ACKNOWLEDGED, step))
             return result
@@ -77,8 +77,8 @@ def merge(*logs: Iterable[TimedOperation]) -> list[Operation]:
 
 def coalesced(log: Iterable[Operation]) -> list[Operation]:
     """Join the writes to each file until its sync: a cut between them shows hardly more."""
-    kept: list[Operation] = []
-    pending: dict[Path, bytes] = {}
+    kept = []
+    pending = {}
     for operation in log:
         if operation.kind == "write":
             pending[operation.path] = pending.get(operation.path, b"") + operation.data
@@ -137,7 +137,7 @@ class Directory:
     def __init__(self, entries: "dict[str, Node]") -> None:
         self.durable = dict(entries)
         self.now = dict(entries)
-        self.pending: list[Change] = []
+        self.pending = []
 
     def change(self, change: Change) -> None:
         change.apply(self.now)

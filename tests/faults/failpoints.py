@@ -33,14 +33,14 @@ ERRORS = (errno.ENOSPC, errno.EIO)
 FAILURES_PER_RUN = 40
 
 
-def observe(world: World, run_dir: Path, source: Any, recipe: Recipe) -> list[Point]:
-    points: list[Point] = []
+def observe(world: World, run_dir: Path, source, recipe: Recipe) -> list[Point]:
+    points = []
     fsio.observer = Watch(world.rank, run_dir, points.append)
     run(world, run_dir, source, recipe)
     return points
 
 
-def points_of_a_save(run_dir: Path, source: Any, *, async_save: bool) -> list[Point]:
+def points_of_a_save(run_dir: Path, source, *, async_save: bool) -> list[Point]:
     """Return the operations of a save that also rotates, on both ranks."""
     run_dir.mkdir()
     recipe = Recipe(total_steps=2, save_freq=1, keep=1, async_save=async_save)
@@ -77,12 +77,12 @@ def outcomes() -> list[Outcome]:
 
 
 def train_with_failures(
-    world: World, run_dir: Path, source: Any, recipe: Recipe, failures: Sequence[Failure]
+    world: World, run_dir: Path, source, recipe: Recipe, failures: Sequence[Failure]
 ) -> tuple[list[Outcome], list[Survey]]:
     """The saves of steps 2, 4, 6, ... meet `failures`. Return the outcomes and, on the main rank,
     what was there after each save.
     """
-    surveys: list[Survey] = []
+    surveys = []
 
     def act(point: Point) -> None:
         if world.is_main and point.label == "phase open.begin":
@@ -100,7 +100,7 @@ def train_with_failures(
 
 
 def failing_saves(
-    failures: Sequence[Failure], run_dir: Path, source: Any, *, async_save: bool
+    failures: Sequence[Failure], run_dir: Path, source, *, async_save: bool
 ) -> list[str]:
     """Save at every step, every second one with the next of `failures`; return what goes wrong
     beyond that.
@@ -146,8 +146,8 @@ def _faults_of(failure: Failure, outcome: Outcome, after: Survey) -> list[str]:
 
 
 def run_all(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    counts: collections.Counter[str] = collections.Counter()
-    faults: list[str] = []
+    counts = collections.Counter()
+    faults = []
     source = odd_model(root / "model")
     for async_save in (False, True):
         mode = "async" if async_save else "sync"

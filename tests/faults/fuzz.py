@@ -175,7 +175,7 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
         for tensor in stored_in(path).values():
             tensor.read(())
 
-    targets: dict[str, Target] = {
+    targets = {
         "manifest": manifest,
         "pointer": run_directory("latest_checkpointed_iteration.txt"),
         "rollbacks": run_directory("rollbacks.json"),
@@ -260,8 +260,8 @@ def fuzz_all(_: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     seed = arguments.seed
     names = arguments.only or list(make_targets()[0])
     seconds = max(1, round(arguments.minutes * 60 / len(names)))
-    executions: dict[str, int] = {}
-    faults: list[str] = []
+    executions = {}
+    faults = []
     for name in names:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
             command = [sys.executable, __file__, "--target", name, "--seconds", str(seconds)]

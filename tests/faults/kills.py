@@ -141,10 +141,10 @@ class Campaign:
         self._seed = seed
         self._base = (*tiny_model(root), *BASE)
         self._num_runs = 0
-        self._current: Run | None = None
-        self._lost_rows: set[tuple[str, int]] = set()
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.faults: list[str] = []
+        self._current = None
+        self._lost_rows = set()
+        self.counts = collections.Counter()
+        self.faults = []
 
     def run_all(self, strikes: dict[str, int]) -> None:
         """Strike as often as `strikes` says, by kind, until there is a fault."""
@@ -302,7 +302,7 @@ def different_checkpoints(current: Run) -> list[str]:
     The newest are kept. A stop saves between the steps that are due: there an attempt continued.
     """
     undisturbed = layout.committed(current.straight)
-    firsts: dict[int, int] = {}
+    firsts = {}
     for kind, step, attempt in rows_of(current.run_dir):
         if kind == "train":
             firsts.setdefault(attempt, step)

@@ -119,12 +119,12 @@ class SmallSaver(save.Saver):
         self.device = torch.device("cpu")
         self._tensors = {"weight": TensorInfo((2,), "float32")}
         source = SimpleNamespace(whole=None, adapter=None)
-        self._plan: Any = SimpleNamespace(source=source, others=(), num_bytes=0)
+        self._plan = SimpleNamespace(source=source, others=(), num_bytes=0)
 
-    def size_bytes(self, state: Any) -> int:
+    def size_bytes(self, state) -> int:
         return 0
 
-    def _write_shards(self, staging: Path, snapshot: Any) -> list[FileRecord]:
+    def _write_shards(self, staging: Path, snapshot) -> list[FileRecord]:
         size = self.world.size
         rank = self.world.rank
         step = snapshot.position.step
@@ -133,9 +133,7 @@ class SmallSaver(save.Saver):
         content = f"{staging.name} {step} {rank}".encode()
         return [fsio.write_file(staging / name, content, root=staging) for name in names]
 
-    def _write_export(
-        self, staging: Path, snapshot: Any, written: list[FileRecord]
-    ) -> list[FileRecord]:
+    def _write_export(self, staging: Path, snapshot, written: list[FileRecord]) -> list[FileRecord]:
         self._await_files(staging, written)
         if not self.world.is_main:
             return []
@@ -143,7 +141,7 @@ class SmallSaver(save.Saver):
         return [fsio.write_file(path, staging.name.encode(), root=staging)]
 
 
-def part(values: dict[str, Any]) -> Any:
+def part(values: dict[str, Any]):
     return SimpleNamespace(state_dict=lambda: values)
 
 
@@ -195,8 +193,8 @@ class Job:
         self.is_stopping = self.is_ending = self.is_complete = False
         self.window = 0
         """Above 0 the main rank is past its look at the lock."""
-        self.held: lock.RunLock | None = None
-        self.processes: list[Process] = []
+        self.held = None
+        self.processes = []
         self._started("launcher", self._launch)
 
     @property
@@ -254,7 +252,7 @@ class Job:
 
     def _follow(self) -> None:
         schedule = self.schedule
-        ending: Any = SimpleNamespace(
+        ending = SimpleNamespace(
             is_set=lambda: self.is_ending,
             wait=lambda seconds: schedule.hub.wait(
                 "ending", lambda: self.is_ending, timeout_s=seconds
@@ -283,7 +281,7 @@ def run_rank(job: Job, rank: int) -> None:
     if begun.is_complete:
         job.is_complete = True
         return
-    nothing: Any = None
+    nothing = None
     saver = SmallSaver(
         schedule.run_dir,
         model=nothing,
@@ -321,7 +319,7 @@ def train(
         checkpoints.settle(step, History())
     while step < TOTAL:
         step += STRIDE
-        own: Any = (
+        own = (
             step - chance.randint(0, STRIDE) if chance.random() < 0.08 else None,
             checkpoints.is_save_due(),
             job.is_stopping,
@@ -358,7 +356,7 @@ class Schedule:
         self.seed = seed
         self.chance = random.Random(seed)
         self.run_dir = work / "run"
-        self.met: Counter[str] = Counter()
+        self.met = Counter()
         self.hub = Hub(self.chance, self._on_tick)
         self.hub.on_death = self._unlock
         self.hub.is_traced = is_traced
@@ -378,18 +376,18 @@ class Schedule:
         self.storage = MirrorStorage(self)
         self.mirror = Storage(URL, self.storage)
         self.events = self._drawn_events()
-        self.jobs: list[Job] = []
-        self.disk: Disk | None = None
-        self._locks: dict[Process, list[tuple[int, int]]] = {}
+        self.jobs = []
+        self.disk = None
+        self._locks = {}
         # the promise: from here a run continues or from later, and from nothing undone
-        self.promised: int | None = None
-        self.undone: set[str] = set()
-        self.up: int | None = None
-        self.up_undone: set[str] = set()
-        self.owner: Job | None = None
+        self.promised = None
+        self.undone = set()
+        self.up = None
+        self.up_undone = set()
+        self.owner = None
         self.is_refused = False
         self.is_power_lost_at_end = False
-        self.saved: dict[str, Contents] = {}
+        self.saved = {}
 
     def _drawn_events(self) -> list[tuple[int, str]]:
         count = self.chance.choice((1, 1, 2, 2, 3, 4))
@@ -568,7 +566,7 @@ class Schedule:
                     raise Fault(f"{name} of step {step} is {contents.get(name)!r}")
         return contents
 
-    def decide(self, run_dir: Path, target: layout.CheckpointInfo, **settings: Any) -> Any:
+    def decide(self, run_dir: Path, target: layout.CheckpointInfo, **settings):
         with self.in_window():
             self.promised = target.step
             self.up = None if self.up is None else min(self.up, target.step)
@@ -659,7 +657,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
     dist = Distributed(hub, chance)
 
     def pausing(place: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             hub.pause(place)
             return real(*args, **kwargs)
 
@@ -674,7 +672,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
             schedule.note_lock(descriptor)
         return taken
 
-    def begun(work: Callable[[], Any], *, name: str | None = None) -> Any:
+    def begun(work: Callable[[], Any], *, name: str | None = None):
         thread = hub.current
         return hub.spawn(thread.process, work)
 
@@ -684,7 +682,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
     serial = nullcontext(SimpleNamespace(map=lambda work, items: iter([*map(work, items)])))
     real_try_lock = lock.try_lock
     RunLock = lock.RunLock
-    replaced: list[tuple[Any, str, Any]] = [
+    replaced = [
         (fsio, "observer", schedule.observe),
         (time, "monotonic", lambda: hub.now),
         (time, "sleep", hub.sleep),
@@ -729,8 +727,8 @@ def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], i
     """Run these seeds in memory; return what happened, the number of operations, and faults."""
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    met: Counter[str] = Counter()
-    faults: list[str] = []
+    met = Counter()
+    faults = []
     num_operations = 0
     gc.disable()
     gc.freeze()
@@ -757,9 +755,9 @@ def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], i
 def run_all(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     end = arguments.seed + arguments.schedules
     chunks = [range(at, min(at + 500, end)) for at in range(arguments.seed, end, 500)]
-    met: Counter[str] = Counter()
+    met = Counter()
     num_operations = 0
-    faults: list[str] = []
+    faults = []
     context = multiprocessing.get_context("spawn")
     with context.Pool(arguments.processes, maxtasksperchild=20) as pool:
         for chunk, found in zip(chunks, pool.imap(run_seeds, chunks), strict=True):

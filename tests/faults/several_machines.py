@@ -100,7 +100,7 @@ class Cluster:
     def codes(self) -> Codes:
         """Exit code of each machine's launcher, or the end of its log if it hangs."""
         deadline = time.monotonic() + LIMIT_S
-        codes: Codes = {}
+        codes = {}
         for host in self.hosts:
             if (launcher := self.launchers.get(host.name)) is None:
                 continue
@@ -184,7 +184,7 @@ class Campaign:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.words = (*tiny_model(root), *WORDS)
-        self.straight: Path | None = None
+        self.straight = None
         self._num_runs = 0
 
     def run(self, case: Case) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class Campaign:
         run_dir = self.root / f"run{self._num_runs}"
         self._num_runs += 1
         codes, struck_s = self._start(run_dir, case)
-        result: dict[str, Any] = {"codes": codes, "seconds": round(struck_s, 1)}
+        result = {"codes": codes, "seconds": round(struck_s, 1)}
         faults = [f"{name}: {code}" for name, code in codes.items() if code not in (0, 75, KILLED)]
         if set(codes.values()) != {0}:
             num_hosts, num_ranks = case.then

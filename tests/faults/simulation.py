@@ -58,11 +58,11 @@ class Thread:
         # a thread that ends goes on in its parent: the hub, not the thread that started it
         self.greenlet = greenlet(self._run, parent=process.hub.main)
         self.is_over = False
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.ready: Callable[[], bool] | None = None
-        self.deadline: float | None = None
-        self.failure: BaseException | None = None
+        self.value = None
+        self.error = None
+        self.ready = None
+        self.deadline = None
+        self.failure = None
         self.place = "begins"
         process.threads.append(self)
 
@@ -89,7 +89,7 @@ class Thread:
     def done(self) -> bool:
         return self.is_over
 
-    def result(self) -> Any:
+    def result(self):
         self.process.hub.wait("result", lambda: self.is_over)
         if self.error is not None:
             raise self.error
@@ -108,9 +108,9 @@ class Hub:
         self.on_death = lambda process: None
         self.is_traced = False
         self.main = getcurrent()
-        self._threads: list[Thread] = []
-        self._last: Thread | None = None
-        self._graveyard: list[Thread] = []
+        self._threads = []
+        self._last = None
+        self._graveyard = []
         self._is_closing = False
 
     @property
@@ -199,10 +199,10 @@ class Ranks:
     def __init__(self, processes: list[Process], *, timeout_s: float) -> None:
         self.processes = processes
         self.timeout_s = timeout_s
-        self.messages: dict[tuple[int, int], int] = {}
-        self.arrived: dict[int, dict[int, Any]] = {}
+        self.messages = {}
+        self.arrived = {}
         self.calls = [0] * len(processes)
-        self.left: set[int] = set()
+        self.left = set()
 
     def is_gone(self, rank: int) -> bool:
         return rank in self.left or self.processes[rank].is_over
@@ -216,8 +216,8 @@ class Distributed:
     def __init__(self, hub: Hub, chance: random.Random) -> None:
         self._hub = hub
         self._chance = chance
-        self._new: dict[tuple[int, int], Ranks] = {}
-        self._made: dict[Process, int] = {}
+        self._new = {}
+        self._made = {}
 
     @property
     def _process(self) -> Process:
@@ -241,16 +241,16 @@ class Distributed:
     def destroy_process_group(self, group: Ranks) -> None:
         group.left.add(self._process.rank)
 
-    def all_gather_object(self, found: list[Any], value: Any, group: Ranks | None = None) -> None:
+    def all_gather_object(self, found: list[Any], value, group: Ranks | None = None) -> None:
         found[:] = self._gather(group or self._process.group, value)
 
     def broadcast_object_list(self, values: list[Any], src: int) -> None:
         values[:] = self._gather(self._process.group, list(values))[src]
 
-    def all_reduce(self, tensor: Any) -> None:
+    def all_reduce(self, tensor) -> None:
         tensor.copy_(sum(self._gather(self._process.group, tensor.clone())))
 
-    def _gather(self, group: Ranks, value: Any) -> list[Any]:
+    def _gather(self, group: Ranks, value) -> list[Any]:
         """Each rank leaves as it likes; one that fails or dies meanwhile leaves the others alone."""
         rank = self._process.rank
         number = group.calls[rank]
@@ -275,11 +275,11 @@ class Distributed:
             self._hub.wait("no answer", lambda: False, timeout_s=group.timeout_s)
         raise DistError("Connection closed by peer")
 
-    def isend(self, tensor: Any, destination: int, group: Ranks) -> Any:
+    def isend(self, tensor, destination: int, group: Ranks):
         self._send(destination, group)
         return SimpleNamespace(wait=lambda timeout: None)
 
-    def send(self, tensor: Any, destination: int, group: Ranks) -> None:
+    def send(self, tensor, destination: int, group: Ranks) -> None:
         self._hub.pause("send")
         self._send(destination, group)
 
@@ -289,7 +289,7 @@ class Distributed:
         key = self._process.rank, destination
         group.messages[key] = group.messages.get(key, 0) + 1
 
-    def irecv(self, tensor: Any, source: int, group: Ranks) -> Any:
+    def irecv(self, tensor, source: int, group: Ranks):
         key = source, self._process.rank
 
         def wait(timeout: timedelta) -> None:

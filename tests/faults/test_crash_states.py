@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import toy_runs
 from checkpoint_fakes import Run, is_whole
@@ -147,7 +146,7 @@ def restart_from_some(explorer: Explorer, report: Report, keep: int) -> None:
 
 
 def save_recorded(
-    world: World, run_dir: Path, source: Any, recipe: toy_runs.Recipe
+    world: World, run_dir: Path, source, recipe: toy_runs.Recipe
 ) -> list[TimedOperation]:
     with recording() as log:
         toy_runs.run(world, run_dir, source, recipe)
@@ -220,7 +219,7 @@ def test_every_sync_left_out_shows_unless_it_is_known_to_be_spare(memory_dir):
     whole = record(Run(memory_dir / "run", 3), saved_and_moved_back, act)
     place = memory_dir / "explorer"
     explorer = Explorer(place, is_whole=is_whole, max_combinations=MAX_COMBINATIONS // 2, seed=SEED)
-    found: dict[str, str] = {}
+    found = {}
     for index, operation in enumerate(whole.log):
         if operation.kind in ("fsync", "fsync_dir"):
             without = replace(whole, log=whole.log[:index] + whole.log[index + 1 :])

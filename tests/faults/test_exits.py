@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import wait_until
@@ -25,7 +24,7 @@ Before = Callable[[], None]
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+def words(tmp_path_factory) -> tuple[str, ...]:
     model = tiny_model(tmp_path_factory.mktemp("exits"))
     return (*model, "data.num_workers=1", "trainer.total_training_steps=4")
 
@@ -36,7 +35,7 @@ def assert_given_back(run_dir: Path, code: int) -> None:
 
 
 def crash_in_third_step() -> None:
-    def crash(run: Any, step: int) -> None:
+    def crash(run, step: int) -> None:
         if step == 3:
             raise RuntimeError("something nobody thought of")
 

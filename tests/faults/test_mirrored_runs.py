@@ -62,7 +62,7 @@ def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path):
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def bucket(monkeypatch) -> Iterator[str]:
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

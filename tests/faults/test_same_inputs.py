@@ -46,7 +46,7 @@ def quickstart_rows(first: int, end: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def machine(tmp_path_factory) -> Path:
     """The files of a machine, to be copied."""
     root = tmp_path_factory.mktemp("machine")
     tiny_model(root)

@@ -32,11 +32,11 @@ def test_no_drawn_schedule_breaks_a_promise(part):
     assert met.keys() >= schedules.EVENTS.keys(), "every kind of trouble happens"
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
+def nothing(*args, **kwargs) -> None:
     return None
 
 
-def own_answer_only(self: Agreement, *, value: Any, error: Any, deadline: float) -> list[Any]:
+def own_answer_only(self: Agreement, *, value, error, deadline: float) -> list[Any]:
     return [value] * self.world.size
 
 

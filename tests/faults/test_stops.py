@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from whole_equality import compare_runs
@@ -36,19 +35,19 @@ Before = Callable[[], None]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+def base(tmp_path_factory) -> tuple[str, ...]:
     return (*tiny_model(tmp_path_factory.mktemp("stops")), *RECIPE)
 
 
 @pytest.fixture(scope="module")
-def straight(base: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(base: tuple[str, ...], tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("straight") / "straight"
     train(run_dir, 1, *base)
     return run_dir
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path) -> Path:
     return tmp_path / "run"
 
 
@@ -66,7 +65,7 @@ def learn_nothing(*, stop_in: int | None = None) -> None:
 
     observe = ValidationWatch.observe
 
-    def rising(self: ValidationWatch, step: int, *, val_loss: float, **settings: Any) -> bool:
+    def rising(self: ValidationWatch, step: int, *, val_loss: float, **settings) -> bool:
         return observe(self, step, val_loss=val_loss + step, **settings)
 
     ValidationWatch.observe = rising  # type: ignore[assignment]
@@ -81,7 +80,7 @@ def stop_in_validation(count: int) -> None:
     begin = Validation.__init__
     seen = []
 
-    def __init__(self: Validation, *arguments: Any, **settings: Any) -> None:  # noqa: N807
+    def __init__(self: Validation, *arguments, **settings) -> None:  # noqa: N807
         seen.append(self)
         begin(self, *arguments, **settings)
         if len(seen) == count:
@@ -95,7 +94,7 @@ def kill_before(run_dir: Path, module: str, name: str) -> None:
     holder = importlib.import_module(module)
     whole = getattr(holder, name)
 
-    def call(*arguments: Any, **settings: Any) -> Any:
+    def call(*arguments, **settings):
         if (run_dir / f"global_step_{STEPS}").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(*arguments, **settings)
@@ -134,7 +133,7 @@ def test_no_validation_is_lost_by_a_stop(start, straight, run_dir, scenario):
 
 
 @pytest.fixture(scope="module")
-def owing(base: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def owing(base: tuple[str, ...], tmp_path_factory) -> Path:
     """A run of two ranks that owes the validation of step 4, with which it ends early."""
     run_dir = tmp_path_factory.mktemp("owing") / "run"
     train(run_dir, 2, *base, *EARLY, code=75, before=partial(learn_nothing, stop_in=2))

@@ -63,7 +63,7 @@ def tool_conversation(rng: random.Random) -> dict[str, Any]:
     return {"messages": messages, "tools": tools}
 
 
-def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+def message(role: str, content: str, **more) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -74,7 +74,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory) -> Path:
     """A directory with the rows of each job, as JOB.rows.jsonl, and what TRL made of them, as
     JOB.jsonl.
     """

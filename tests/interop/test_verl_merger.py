@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ CASES = {"shards": (2, -1, True), "replicas": (4, 2, True), "untied": (3, -1, Fa
 """(Ranks, fsdp_size, whether the head is tied)."""
 
 
-def write_model(path: Path, **changes: Any) -> Any:
+def write_model(path: Path, **changes):
     """A model directory with a tokenizer, which the merger copies; rows that no world size
     divides.
     """
@@ -43,7 +42,7 @@ def write_model(path: Path, **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("ours")
     for name, (world_size, fsdp_size, is_tied) in CASES.items():
         source = write_model(root / name / "model", tie_word_embeddings=is_tied)
@@ -52,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def all_merged(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def all_merged(checkpoints: dict[str, Path], tmp_path_factory) -> Path:
     """A directory for each case, written by one process: verl takes longer to import than to
     merge.
     """

@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import sys
 from types import ModuleType
-from typing import Any
 
 _EMPTY_PACKAGES = (
     "verl",
@@ -33,6 +32,6 @@ def prepare() -> None:
         module.__path__ = ["/".join([root, *name.split(".")[1:]])]
         sys.modules[name] = module
     tokenizer = importlib.import_module("verl.utils.tokenizer")
-    utils: Any = sys.modules["verl.utils"]
+    utils = sys.modules["verl.utils"]
     utils.hf_tokenizer = tokenizer.hf_tokenizer
     utils.hf_processor = tokenizer.hf_processor

@@ -30,7 +30,7 @@ from trainer.model.pretrained import ModelSource
 from trainer.train.start.compose import load_config
 
 
-def write_adapter(model: Any, path: Path, **settings: Any) -> str:
+def write_adapter(model, path: Path, **settings) -> str:
     """One that adds something from the start."""
     torch.manual_seed(5)
     config = LoraConfig(
@@ -41,7 +41,7 @@ def write_adapter(model: Any, path: Path, **settings: Any) -> str:
     return str(path)
 
 
-def plain_model(path: str, **settings: Any) -> Any:
+def plain_model(path: str, **settings):
     return AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(path), dtype=torch.float32, **settings
     )
@@ -72,11 +72,11 @@ RECOMPUTED = {"recomputed": {"enable_gradient_checkpointing": True}}
 def test_adapters_train_as_in_a_plain_loop_with_peft(tmp_path):
     model = write_model_config(tmp_path / "model")
     path = write_adapter(plain_model(model.path), tmp_path / "adapter")
-    on_several: Ways = {2: MICRO_BATCHES | RECOMPUTED, 4: {"fewer rows than ranks": {}}}
+    on_several = {2: MICRO_BATCHES | RECOMPUTED, 4: {"fewer rows than ranks": {}}}
     assert_as_plain(model, path, ON_ONE_RANK | on_several)
 
 
-def first_values(world: Any, model: Any, **changes: Any) -> dict[str, torch.Tensor]:
+def first_values(world, model, **changes) -> dict[str, torch.Tensor]:
     built = build_toy_model(world, model, **changes)
     return {name: p.full_tensor() for name, p in built.named_parameters() if ".lora_" in name}
 
@@ -130,12 +130,12 @@ MAMBAS = ("mamba", "mamba2", "falcon_h1")
 NEVER_ADAPTED = {"experts", "router", "gate", "shared_expert_gate", "lm_head"}
 
 
-def on_meta(source: ModelSource, **changes: Any) -> Any:
+def on_meta(source: ModelSource, **changes):
     """The model with the adapters that these keys ask for."""
     return assemble.on_meta(model_config(**{"lora_rank": 4, **changes}), source, is_packed=False)
 
 
-def adapted(model: Any) -> set[str]:
+def adapted(model) -> set[str]:
     """Full names of its layers with an adapter."""
     return {
         name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name
@@ -150,10 +150,10 @@ def adapted_by_plain_peft(source: ModelSource, settings: dict[str, Any]) -> set[
 
 
 @pytest.fixture
-def family(tmp_path: Path) -> Callable[..., ModelSource]:
+def family(tmp_path) -> Callable[..., ModelSource]:
     """The tiny model of a family, without weights."""
 
-    def of(name: str, **changes: Any) -> ModelSource:
+    def of(name: str, **changes) -> ModelSource:
         family_config(name, **changes).save_pretrained(tmp_path / name)
         return ModelSource(str(tmp_path / name), random_weights=True)
 
@@ -200,7 +200,7 @@ def test_lists_and_patterns_name_dense_and_shared_layers(family, name, targets, 
     assert adapted_by_plain_peft(source, adapters.settings(model)) == layers
 
 
-def targets(*names: str, **changes: Any) -> dict[str, Any]:
+def targets(*names: str, **changes) -> dict[str, Any]:
     return {"target_modules": list(names), **changes}
 
 
@@ -237,7 +237,7 @@ def test_what_cannot_be_trained_is_refused(family, name, changes, message):
         on_meta(family(name), **changes)
 
 
-def exported(source: ModelSource, path: Path, **changes: Any) -> str:
+def exported(source: ModelSource, path: Path, **changes) -> str:
     """An adapter as the trainer writes one, that adds something."""
     model = on_meta(source, partial_pretrain=source.path, lora_rank=3, **changes)
     torch.manual_seed(5)
@@ -262,7 +262,7 @@ def test_mixtures_and_mamba_train_as_in_a_plain_loop_with_peft(family, tmp_path,
 
 def test_an_adapter_of_another_part_is_refused(tmp_path):
     source = write_whole_model(tmp_path / "model", "mistral3")
-    whole: Any = AutoModelForMultimodalLM.from_pretrained(source.path, dtype=torch.float32)
+    whole = AutoModelForMultimodalLM.from_pretrained(source.path, dtype=torch.float32)
     adapter = write_adapter(whole, tmp_path / "adapter", target_modules=r".*\.q_proj")
     with pytest.raises(
         ConfigError,
@@ -296,9 +296,7 @@ def test_adapters_are_scaled_as_configured(source, changes, scale):
     assert adapters.settings(model)["lora_alpha"] == 6
 
 
-def losses_with_dropout(
-    world: Any, model: ModelSource, adapter: str
-) -> dict[tuple[float, bool], float]:
+def losses_with_dropout(world, model: ModelSource, adapter: str) -> dict[tuple[float, bool], float]:
     """{(dropout, in training): loss} of the same documents."""
     losses = {}
     for dropout in (0.0, 0.3):

@@ -51,10 +51,10 @@ CASES = [
 TRAINED = [case for case in CASES if TRIED[case.values[1]]["how"] != REFUSED]
 
 
-def run_all(world: Any, root: Path, names: tuple[str, ...]) -> dict[str, Any]:
+def run_all(world, root: Path, names: tuple[str, ...]) -> dict[str, Any]:
     """{family: results, or the traceback}."""
     logging.disable_progress_bar()
-    results: dict[str, Any] = {}
+    results = {}
     for name in names:
         try:
             if world.size == 1:
@@ -66,7 +66,7 @@ def run_all(world: Any, root: Path, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("architectures")
 
 

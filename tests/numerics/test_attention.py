@@ -75,7 +75,7 @@ def dense(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def errors(ours: list[Tensor], **settings: Any) -> list[float]:
+def errors(ours: list[Tensor], **settings) -> list[float]:
     """Relative errors (Frobenius) of output and gradients; a fourth tensor is of sinks."""
     exact = [x.detach().double().requires_grad_() for x in ours]
     seqlens = settings.pop("seqlens", SEQLENS)

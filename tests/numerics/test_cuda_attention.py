@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -34,7 +33,7 @@ class Kernel:
         self.num_calls = 0
         self.__signature__ = inspect.signature(varlen.varlen_attn)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args, **kwargs) -> Tensor:
         self.num_calls += 1
         given = self.__signature__.bind(*args, **kwargs).arguments
         query, key, value = (given[name] for name in ("query", "key", "value"))
@@ -94,7 +93,7 @@ def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
     ):  # type: ignore[no-untyped-def]
         raise AssertionError("called")
 
-    world: Any = SimpleNamespace(device=torch.device("cuda"))
+    world = SimpleNamespace(device=torch.device("cuda"))
     with (
         patch.object(varlen, "varlen_attn", of_torch_2_10),
         patch.object(parallelize, "parallelize", side_effect=AssertionError("built")),
@@ -113,7 +112,7 @@ def test_a_kernel_with_another_signature_is_refused_before_anything_is_built(
 def test_flash_attention_3_is_used_on_hopper_where_it_is_installed(
     monkeypatch, capability, is_installed, expected
 ):
-    activated: list[str] = []
+    activated = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(attention, "find_spec", lambda name: name if is_installed else None)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)

@@ -27,23 +27,23 @@ KEYS = ("train/loss", "train/grad_norm", "moe/router_loss", "moe/load_max_over_m
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def source(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     return write_model_config(
         path, "qwen3_moe", router_aux_loss_coef=COEFFICIENT, tie_word_embeddings=False, **EXPERTS
     )
 
 
-def train(world: Any, source: Any, **settings: Any) -> dict[str, list[float]]:
+def train(world, source, **settings) -> dict[str, list[float]]:
     """Columns of a short run's rows."""
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         run = short_run(world, source, total_steps=STEPS, optim=AS_DEFINED, **settings)
-    rows: Any = run.tracking
+    rows = run.tracking
     return {key: rows.column(key) for key in (*KEYS, "val/loss")}
 
 
 @pytest.fixture(scope="module")
-def expected(source: Any) -> dict[str, list[float]]:
+def expected(source) -> dict[str, list[float]]:
     return plain_run(source, num_steps=STEPS)
 
 

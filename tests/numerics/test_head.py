@@ -141,10 +141,10 @@ class _LargestOutput(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
-        types: Any,
+        types,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ):
         result = func(*args, **(kwargs or {}))
         self.num_products += func is torch.ops.aten.mm.default
         for tensor in result if isinstance(result, tuple | list) else (result,):

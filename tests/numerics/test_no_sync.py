@@ -2,7 +2,6 @@
 sums. tests/fakecuda looks for the operations that would wait, without a card.
 """
 
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -26,7 +25,7 @@ def test_cuda_waits_for_nothing_in_a_step(tmp_path, param_dtype):
     ) == [3]
 
 
-def steps_under_sync_debug(world: Any, source: Any, param_dtype: str) -> int:
+def steps_under_sync_debug(world, source, param_dtype: str) -> int:
     model = build_toy_model(world, source, param_dtype=param_dtype)
     parts = toy_run(world, model, ToySamples(), total_steps=4)
     read = Packet.read

@@ -3,8 +3,6 @@
 `test_architectures.py` fails if it takes over a norm with another formula.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ SHAPE = (37, 64)
 EPS = 1e-6
 
 
-def outcome(norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def outcome(norm, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(output, gradient of the input, of the weight), float64, of the same numbers in any dtype."""
     generator = torch.Generator().manual_seed(3)
     hidden = (3 * torch.randn(SHAPE, generator=generator)).to(dtype).requires_grad_()
@@ -43,7 +41,7 @@ def test_errors_are_no_larger_than_those_of_transformers(dtype, device):
     a GPU the norm is torch's own, which rounds once where transformers rounds twice.
     """
 
-    def there(norm: Any) -> Any:
+    def there(norm):
         return lambda hidden, weight: norm(hidden.to(device), weight.to(device)).cpu()
 
     def of_rounded_inputs(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def packed_step(
-    world: Any, source: ModelSource, recomputes: bool, has_packages: bool
+    world, source: ModelSource, recomputes: bool, has_packages: bool
 ) -> tuple[float, dict[str, torch.Tensor], list[str], list[str]]:
     """(mean loss, gradients, classes that use kernels, log) of one packed batch in bfloat16."""
     if not has_packages:
@@ -87,7 +87,7 @@ def packed_step(
     return loss.item(), gradients, kernel_kinds(model), lines
 
 
-def reference_step(world: Any, path: Path) -> tuple[float, dict[str, torch.Tensor]]:
+def reference_step(world, path: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Run transformers' own torch code in float32 on the CPU, each document alone."""
     hide_packages()
     return plain_step(path)

@@ -42,7 +42,7 @@ SHAPES = [[0, 1, 2], [], [5], [6, 7, 8, 9], [3, 4], [1], [20, 21, 22, 23, 19, 18
 """Micro-batches of 0 to 9 documents: other counts and lengths every time, as in training."""
 
 
-def loss_and_gradients(model: Any, members: list[int]) -> tuple[float, list[torch.Tensor]]:
+def loss_and_gradients(model, members: list[int]) -> tuple[float, list[torch.Tensor]]:
     loss = model(pack(SAMPLES, members)).loss_sum
     loss.backward()
     grads = [whole(parameter.grad) for parameter in model.parameters() if parameter.requires_grad]
@@ -74,7 +74,7 @@ class Compiled(NamedTuple):
 
 
 def compiled_like_plain(
-    world: Any, source: Any, shapes: list[list[int]], *, backend: str = "eager", **changes: Any
+    world, source, shapes: list[list[int]], *, backend: str = "eager", **changes
 ) -> Compiled:
     """The eager backend runs the captured graphs as they are: what is shown is the capture,
     whatever compiles it.
@@ -100,7 +100,7 @@ def compiled_like_plain(
     return Compiled(difference, *frames, products.count)
 
 
-def all_compiled(world: Any, root: Path) -> dict[str, Any]:
+def all_compiled(world, root: Path) -> dict[str, Any]:
     """Run `compiled_like_plain` on each case in one process, because importing the compiler takes
     longer than a case.
     """
@@ -114,7 +114,7 @@ def all_compiled(world: Any, root: Path) -> dict[str, Any]:
     one_layer = write_model_config(root / "plain", num_hidden_layers=1)
     path = write_adapter(plain_model(one_layer.path), root / "adapter")
     loop_shapes = short_or_full([[0, 1, 2, 3]], full=[[0, 1, 2, 3], []])
-    found: dict[str, Any] = {
+    found = {
         "windows": compiled_like_plain(world, windowed, SHAPES, enable_gradient_checkpointing=True),
         "loop": compiled_like_plain(world, looped, loop_shapes),
         "adapters": compiled_like_plain(
@@ -144,7 +144,7 @@ PARTITIONED = "aot_eager_decomp_partition"
 """What is kept and what is computed again is chosen as before code is made of it."""
 
 
-def traceable(lengths: Any, query: Any, key: Any, value: Any, scoring: Any) -> torch.Tensor:
+def traceable(lengths, query, key, value, scoring) -> torch.Tensor:
     """In the place of a CPU's attention, as the GPU's kernel is one operation of a graph; of
     all documents as one.
     """
@@ -155,7 +155,7 @@ def traceable(lengths: Any, query: Any, key: Any, value: Any, scoring: Any) -> t
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def compiled(tmp_path_factory) -> dict[str, Any]:
     return run_ranks(all_compiled, 1, tmp_path_factory.mktemp("compiled"), timeout_s=400)[0]
 
 
@@ -187,7 +187,7 @@ def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(
     assert "`torch.compiler.disable()`d function" in refused
 
 
-def two_steps(world: Any, source: Any, **changes: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
+def two_steps(world, source, **changes) -> tuple[list[int], dict[str, torch.Tensor]]:
     """(gathers of each step, parameters afterwards), of two steps of three micro-batches."""
     model = build_toy_model(world, source, **changes)
     routers = Routers(model, world.device)
@@ -215,7 +215,7 @@ def test_what_stays_gathered_is_gathered_once_a_step(source):
 class Calls(TorchDispatchMode):
     """Counts the calls of some operations."""
 
-    def __init__(self, *operations: Any) -> None:
+    def __init__(self, *operations) -> None:
         super().__init__()
         self.operations = operations
         self.count = 0
@@ -224,16 +224,16 @@ class Calls(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func in self.operations
         return func(*args, **(kwargs or {}))
 
 
-def backward_costs(world: Any, source: Any, how: bool | str) -> tuple[int, int]:
+def backward_costs(world, source, how: bool | str) -> tuple[int, int]:
     """(bytes kept for the backward pass, matrix products in it)."""
     model = build_toy_model(world, source, enable_gradient_checkpointing=how)
     model.train()
-    kept: dict[int, int] = {}
+    kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -257,7 +257,7 @@ def test_selective_recomputation_repeats_no_matrix_product(tmp_path, model_type,
     assert least < most / 2
 
 
-def gathers_of_a_step(world: Any, source: Any, members: tuple[int, ...] = (0,)) -> tuple[int, int]:
+def gathers_of_a_step(world, source, members: tuple[int, ...] = (0,)) -> tuple[int, int]:
     """How often parameters are gathered in the forward and in the backward pass."""
     model = build_toy_model(world, source, reshard_after_forward=True)
     model.train()
@@ -268,7 +268,7 @@ def gathers_of_a_step(world: Any, source: Any, members: tuple[int, ...] = (0,)) 
     return num_forward, gathers.count - num_forward
 
 
-def frees_layers(world: Any, source: Any, reshard: bool | str, kept_bytes: int) -> bool:
+def frees_layers(world, source, reshard: bool | str, kept_bytes: int) -> bool:
     """Return whether layers are gathered again for the backward pass."""
     sharding.KEPT_BYTES = kept_bytes
     return build_toy_model(world, source, reshard_after_forward=reshard).frees_gathered
@@ -289,7 +289,7 @@ def test_auto_frees_gathered_parameters_where_several_ranks_share_many(
     assert found == [expected] * world_size
 
 
-def refuses_to_recompute(world: Any, source: Any) -> None:
+def refuses_to_recompute(world, source) -> None:
     model = packed_lm.build_on_meta(source, is_packed=True)
     type(model).supports_gradient_checkpointing = False
     with pytest.raises(ConfigError, match="enable_gradient_checkpointing=false"):

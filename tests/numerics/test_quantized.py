@@ -31,7 +31,7 @@ DEQUANTIZED: dict[str, Any] = {
 FORMS = ("blocks", "cut blocks", "exponents", "tensor", "channel", "block", "experts", "mxfp4")
 
 
-def nf4_weights(world: Any, path: Path) -> Files:
+def nf4_weights(world, path: Path) -> Files:
     """The weights in NF4, by their names in the files."""
     model = build(
         world, ModelSource(str(path)), random_weights=False, lora_rank=4, load_in_4bit=True
@@ -43,7 +43,7 @@ def nf4_weights(world: Any, path: Path) -> Files:
     }
 
 
-def load_and_export(world: Any, root: Path) -> dict[str, Files]:
+def load_and_export(world, root: Path) -> dict[str, Files]:
     """Return the weights of each model; export each."""
     results = {}
     for form in FORMS:
@@ -62,7 +62,7 @@ def load_and_export(world: Any, root: Path) -> dict[str, Files]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("quantized")
 
 
@@ -109,7 +109,7 @@ def test_models_train_on_and_exports_are_bfloat16_without_a_trace(root, expected
             assert not differing(model.state_dict(), theirs.state_dict()), form
 
 
-def adapt_and_merge(world: Any, path: Path, target: Path, layers: str | list[str]) -> None:
+def adapt_and_merge(world, path: Path, target: Path, layers: str | list[str]) -> None:
     source = ModelSource(str(path))
     lora = {"lora_rank": 4, "target_modules": layers, "partial_pretrain": source.path}
     model = build(world, source, random_weights=False, **lora)
@@ -128,7 +128,7 @@ def test_adapters_are_merged_with_the_dequantized_base(root, expected, form, lay
     base = AutoModelForCausalLM.from_pretrained(
         root / form, dtype=torch.bfloat16, quantization_config=DEQUANTIZED[form]
     )
-    adapted: Any = PeftModel.from_pretrained(base.float(), root / f"{form}-lora-adapter")
+    adapted = PeftModel.from_pretrained(base.float(), root / f"{form}-lora-adapter")
     theirs = adapted.merge_and_unload().state_dict()
     ours = AutoModelForCausalLM.from_pretrained(root / f"{form}-lora-merged", dtype=torch.float32)
     torch.testing.assert_close(ours.state_dict(), theirs, rtol=1e-2, atol=1e-3)

@@ -56,7 +56,7 @@ def write_by_layer_type(path: Path) -> ModelSource:
 
 
 def differences(
-    world: Any, source: ModelSource, indices: list[int], max_length: int
+    world, source: ModelSource, indices: list[int], max_length: int
 ) -> tuple[bool, float]:
     """(packed, largest relative difference of a micro-batch's loss from a new plain model for
     each document).

@@ -25,7 +25,7 @@ Fault = Callable[[], AbstractContextManager[Any]]
 
 
 def _leaking(original: Callable[..., Any]) -> Callable[..., Any]:
-    def one_document(*args: Any, **kwargs: Any) -> Any:
+    def one_document(*args, **kwargs):
         lengths = DocumentLengths((sum(kwargs["lengths"].seqlens),))
         return original(*args, **{**kwargs, "lengths": lengths})
 
@@ -35,7 +35,7 @@ def _leaking(original: Callable[..., Any]) -> Callable[..., Any]:
 def _shifted(original: Callable[..., Any]) -> Callable[..., Any]:
     """Document bounds one token late: a leak of a single token."""
 
-    def late(*args: Any, **kwargs: Any) -> Any:
+    def late(*args, **kwargs):
         seqlens = kwargs["lengths"].seqlens
         if len(seqlens) > 1:
             first, *others, last = seqlens
@@ -46,7 +46,7 @@ def _shifted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _running_positions(original: Callable[..., Any]) -> Callable[..., Any]:
-    def arguments(model: Any, batch: Any) -> dict[str, Any]:
+    def arguments(model, batch) -> dict[str, Any]:
         positions = torch.arange(len(batch.position_ids_T))[None]
         return {**original(model, batch), "position_ids": positions}
 
@@ -58,7 +58,7 @@ def _detached(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _doubled_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any) -> Any:
+    def forward(*args):
         result = original(*args)
         return 2 * result - result.detach()
 
@@ -69,7 +69,7 @@ def _leaking_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """The values of each document by itself, the gradients of one long document."""
     leaking = _leaking(original)
 
-    def attend(*args: Any, **kwargs: Any) -> Any:
+    def attend(*args, **kwargs):
         (right, _), (wrong, _) = original(*args, **kwargs), leaking(*args, **kwargs)
         return right.detach() + wrong - wrong.detach(), None
 
@@ -77,14 +77,14 @@ def _leaking_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _doubled(original: Callable[..., Any]) -> staticmethod:
-    def backward(*args: Any) -> Any:
+    def backward(*args):
         return tuple(None if grad is None else 2 * grad for grad in original(*args))
 
     return staticmethod(backward)
 
 
 def _scaled_weight(original: Callable[..., Any]) -> staticmethod:
-    def backward(*args: Any) -> Any:
+    def backward(*args):
         *others, grad_weight, grad_bias = original(*args)
         return *others, 1.008 * grad_weight, grad_bias
 
@@ -99,16 +99,16 @@ def _unweighted(
     return losses_C, LOSSES["cross_entropy"](logits_CV, labels_C)[1], cross_entropy_C
 
 
-def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Fault:
+def _wrapped(owner, name: str, wrap: Callable[[Any], Any]) -> Fault:
     """A fault that replaces an attribute by what `wrap` makes of it."""
     return lambda: patch.object(owner, name, wrap(getattr(owner, name)))
 
 
-def _scaled_norm(_: Any) -> Callable[..., Any]:
+def _scaled_norm(_) -> Callable[..., Any]:
     return lambda self, hidden: 1.2 * rms_norm(hidden, self.weight, 1e-6)
 
 
-def _following_nothing(_: Any) -> Callable[..., Any]:
+def _following_nothing(_) -> Callable[..., Any]:
     return lambda model, is_packed: None
 
 
@@ -134,14 +134,14 @@ a time, and one within.
 """
 
 
-def settings_of(model: Any) -> tuple[Any, ...]:
+def settings_of(model) -> tuple[Any, ...]:
     """Return what the self-check changes for a while."""
     config = model.config
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     return forwards, config._attn_implementation, config._experts_implementation
 
 
-def compared(world: Any, sources: dict[str, Any], param_dtype: str) -> dict[str, selfcheck.Errors]:
+def compared(world, sources: dict[str, Any], param_dtype: str) -> dict[str, selfcheck.Errors]:
     """{fault: what the self-check finds}; it leaves the model as it was, without gradients."""
     found = {}
     for name, source in sources.items():

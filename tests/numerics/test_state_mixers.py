@@ -6,7 +6,6 @@ import inspect
 import itertools
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,19 +32,19 @@ MASKED = ("gptj", {"rotary_dim": 4, "n_embd": 64, "n_layer": 2, "n_head": 4})
 
 
 @pytest.fixture
-def hybrid(tmp_path: Path) -> Any:
+def hybrid(tmp_path):
     return write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
 
 
 def step(
-    world: Any, source: Any, batches: list[list[int]], settings: dict[str, Any]
+    world, source, batches: list[list[int]], settings: dict[str, Any]
 ) -> tuple[float, list[Any]]:
     """(loss, gradients); all forward passes come before all backward passes."""
     model = build_toy_model(world, source, **settings)
     return passed(model, [pack(SAMPLES, members) for members in batches])
 
 
-def passed(model: Any, batches: list[PackedBatch]) -> tuple[float, list[Any]]:
+def passed(model, batches: list[PackedBatch]) -> tuple[float, list[Any]]:
     model.train()
     losses = [model(batch).loss_sum for batch in batches]
     for loss in losses:
@@ -116,13 +115,13 @@ def refusing(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqle
     return chunk_gated_delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel)
 
 
-def _reference(name: str, family: str = "qwen3_5") -> Any:
+def _reference(name: str, family: str = "qwen3_5"):
     modeling = sys.modules[f"transformers.models.{family}.modeling_{family}"]
     return inspect.unwrap(getattr(modeling, name))
 
 
 def step_with_kernels(
-    world: Any, source: Any, settings: dict[str, Any], kernels: list[Any]
+    world, source, settings: dict[str, Any], kernels: list[Any]
 ) -> tuple[Any, list[str], list[str]]:
     """((loss, gradients) of one packed batch, classes that use kernels, log) with these functions in
     place of the packages' (convolution, delta rule). This process must not have built the model.
@@ -171,7 +170,7 @@ def test_kernels_with_document_bounds_equal_the_loop(hybrid, recomputes):
     assert worst(packed, looped) < 1e-5
 
 
-def failing(*_: Any, **__: Any) -> Any:
+def failing(*_, **__):
     """Fail as a kernel does on another dtype, on tensors of the CPU, or on fake tensors."""
     raise RuntimeError("the kernel cannot take these tensors")
 
@@ -195,7 +194,7 @@ def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, seq_idx=None, **kwargs
     return torch.cat(outputs, dim=1)
 
 
-def other_values(projected: torch.Tensor, *_: Any, outproj_weight: torch.Tensor, **__: Any) -> Any:
+def other_values(projected: torch.Tensor, *_, outproj_weight: torch.Tensor, **__):
     return projected[..., : outproj_weight.shape[1]] @ outproj_weight.T
 
 
@@ -231,7 +230,7 @@ def test_a_family_without_functions_of_packages_has_none(tmp_path):
     assert (package_kinds(model), kernel_kinds(model)) == ([], [])
 
 
-def planned_gib(_: Any, words: list[str], kernels: list[Any]) -> float:
+def planned_gib(_, words: list[str], kernels: list[Any]) -> float:
     install(kernels)
     torch.distributed.destroy_process_group()
     return plan_memory(load_config(words), 8).needed_gib

@@ -4,8 +4,6 @@ on its input.
 Ranks add up what all of them have, so each must bring a gradient for every parameter, also a zero.
 """
 
-from typing import Any
-
 from ranks import run_ranks
 from sweeps import short_or_full
 from test_invariance import train
@@ -14,13 +12,13 @@ from toy_runs import source as source  # a fixture
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 
-def conditional(world: Any, source: Any) -> tuple[list[float], list[float]]:
+def conditional(world, source) -> tuple[list[float], list[float]]:
     """(losses, norms) where half of the documents pass by each feed-forward part; one document
     a micro-batch.
     """
     plain = Qwen2MLP.forward
 
-    def forward(self: Any, hidden: Any) -> Any:
+    def forward(self, hidden):
         return plain(self, hidden) if hidden.sum() > 0 else hidden * 0.1
 
     Qwen2MLP.forward = forward

@@ -20,16 +20,16 @@ Files = dict[str, torch.Tensor]
 
 
 def save_model(
-    path: Path, model_type: str = "qwen2", *, max_shard_size: str = "1GB", **changes: Any
+    path: Path, model_type: str = "qwen2", *, max_shard_size: str = "1GB", **changes
 ) -> None:
     write_model_config(path, model_type, **changes)
     write_weights(path, max_shard_size=max_shard_size)
 
 
-def load_each(world: Any, paths: dict[str, Path]) -> dict[str, Any]:
+def load_each(world, paths: dict[str, Path]) -> dict[str, Any]:
     """{case: names of tensors that differ from what transformers loads, or the refusal}."""
     logging.disable_progress_bar()
-    results: dict[str, Any] = {}
+    results = {}
     for case, path in paths.items():
         try:
             model = build_toy_model(world, ModelSource(str(path)), random_weights=False)
@@ -42,7 +42,7 @@ def load_each(world: Any, paths: dict[str, Path]) -> dict[str, Any]:
     return results
 
 
-def saved(change: Callable[[Files], Files] = dict, **settings: Any) -> Callable[[Path], None]:
+def saved(change: Callable[[Files], Files] = dict, **settings) -> Callable[[Path], None]:
     """Writes a model whose tensors are then changed."""
 
     def write(path: Path) -> None:

@@ -40,13 +40,13 @@ def original(path: Path) -> tuple[Any, dict[str, Any]]:
     )
 
 
-def logits_of(whole: Any) -> torch.Tensor:
+def logits_of(whole) -> torch.Tensor:
     # transformers 5.24 can run Llama 4 as a whole only with images
     model = whole.language_model if whole.config.model_type == "llama4" else whole
     return model(input_ids=IDS, use_cache=False).logits
 
 
-def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, Any]:
+def train_one(world, source: ModelSource, export_dir: Path) -> dict[str, Any]:
     """Every parameter is changed as by an update, the logits measured, and the model exported."""
     model = build(world, source, random_weights=False)
     export_changed(world, model, source, export_dir)
@@ -55,7 +55,7 @@ def train_one(world: Any, source: ModelSource, export_dir: Path) -> dict[str, An
     return {"logits": logits, "passes": len(whole_checkpoint(source).others)}
 
 
-def train_adapter(world: Any, source: ModelSource, export_dir: Path) -> torch.Tensor:
+def train_adapter(world, source: ModelSource, export_dir: Path) -> torch.Tensor:
     """Export adapters that add something, alone and merged. Returns the logits with them."""
     lora = {"lora_rank": 3, "partial_pretrain": source.path}
     model = build(world, source, random_weights=False, **lora)
@@ -66,23 +66,23 @@ def train_adapter(world: Any, source: ModelSource, export_dir: Path) -> torch.Te
         return run_logits(again)
 
 
-def run_logits(model: Any) -> torch.Tensor:
+def run_logits(model) -> torch.Tensor:
     ours = model.forward
     plain = model.original_forward
     model.forward = lambda batch: run_plain(model, plain, batch).logits
-    logits: torch.Tensor = model(pack(SAMPLES, DOCUMENTS[:1]))
+    logits = model(pack(SAMPLES, DOCUMENTS[:1]))
     model.forward = ours
     return logits
 
 
-def train_both(world: Any, source: ModelSource, export_dir: Path) -> tuple[Any, torch.Tensor]:
+def train_both(world, source: ModelSource, export_dir: Path) -> tuple[Any, torch.Tensor]:
     logging.disable_progress_bar()
     adapted = train_adapter(world, source, export_dir)
     return train_one(world, source, export_dir), adapted
 
 
 @pytest.fixture(scope="module", params=WRAPPERS)
-def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+def trained(request, tmp_path_factory) -> tuple[Path, Any, Any]:
     """A checkpoint, what `train_one` measured, and the logits with adapters."""
     model = tmp_path_factory.mktemp("whole") / "model"
     source = write_whole_model(model, request.param)
@@ -126,7 +126,7 @@ def test_adapters_of_the_text_part_load_in_the_whole(trained):
     base = original(model_dir)[0]
     with torch.no_grad():
         before = logits_of(base)
-        in_peft: Any = PeftModel.from_pretrained(base, adapter)
+        in_peft = PeftModel.from_pretrained(base, adapter)
         of_adapter = logits_of(base)  # peft put the adapters into it
         of_merged = logits_of(original(merged)[0])
     loaded = {n.replace(".default.", "."): p for n, p in in_peft.named_parameters()}
@@ -162,7 +162,7 @@ def test_equal_patterns_of_two_parts_are_converted_each_by_its_own_part(tmp_path
         assert differing(again, dict(zip(group.stored, tensors, strict=True))) == []
 
 
-def rewritten(path: Path, family: str, change: Any) -> ModelSource:
+def rewritten(path: Path, family: str, change) -> ModelSource:
     """A checkpoint with changed tensors."""
     source = write_whole_model(path, family)
     tensors = change(load_file(path / "model.safetensors"))
