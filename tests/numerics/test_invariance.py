@@ -17,7 +17,7 @@ from sweeps import short_or_full
 from toy import ToySamples, relative, short_run, write_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.data.batch_plan import Schedule, Share
+from trainer.data.batch_plan import Schedule
 from trainer.runtime import seeding
 
 STEPS = short_or_full(4, full=8)
@@ -61,23 +61,23 @@ def plain_run(source, adapter=None, *, num_steps=STEPS, **changes):  # type: ign
     `adapter`: directory of one that peft loads and trains, with the model frozen. Returns the
     columns of the rows.
     """
-    torch.manual_seed(seeding.key("init", 7))
-    config = AutoConfig.from_pretrained(source.path)
-    path = Path(source.path) / "weights"
-    eager = {"attn_implementation": "eager"}
+    path = Path(source.path)
     if source.random_weights:
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).save_pretrained(path)
-    else:
-        path = Path(source.path)
+        torch.manual_seed(seeding.key("init", 7))
+        config = AutoConfig.from_pretrained(path)
+        path /= "weights"
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     samples = ToySamples()
-    schedule = Schedule((Share(24),), 8, seed=3)
-    steps = [schedule.rows(step) for step in range(1, num_steps + 1)]
+    schedule = Schedule(samples.shares, 8, seed=3)
     definition = Definition(
         model=path,
         adapter=None if adapter is None else Path(adapter),
         steps=[
-            [Document(*(part.tolist() for part in samples.sample(int(n))), "") for n in rows]
-            for rows in steps
+            [
+                Document(*(part.tolist() for part in samples.sample(int(n))), "")
+                for n in schedule.rows(step)
+            ]
+            for step in range(1, num_steps + 1)
         ],
         validation=[],
         test_freq=num_steps,
