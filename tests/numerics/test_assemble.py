@@ -18,6 +18,7 @@ from family_trials import heard
 from ranks import run_ranks, started_ranks
 from test_selfcheck import _leaking
 from toy import ToySamples, build, write_model_config
+from toy_runs import source as source  # a fixture
 from transformers import AutoConfig
 from whole_models import WRAPPERS
 
@@ -83,12 +84,12 @@ def built_with_errors(world: Any, source: ModelSource) -> dict[str, str]:
 
 
 def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attention(
-    tmp_path,
+    source,
 ):
     """A card that is full, lost or without a compiler is none of packing: `auto` would train
     several times slower.
     """
-    (found,) = run_ranks(built_with_errors, 1, write_model_config(tmp_path))
+    (found,) = run_ranks(built_with_errors, 1, source)
     refused = found.pop("compiler")
     assert refused.startswith("refused: model.compile=true: torch cannot compile Qwen2ForCausalLM")
     assert "no C++ compiler" in refused and "Fix: install" in refused
@@ -103,11 +104,11 @@ def fails_on_one_rank(world: Any, source: ModelSource) -> None:
         build(world, source)
 
 
-def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path):
+def test_a_rank_that_fails_in_the_self_check_leaves_at_once(source):
     """Its process ends, and the launcher the others; it told them its error where they did not
     listen, for a minute.
     """
-    with started_ranks(fails_on_one_rank, 2, write_model_config(tmp_path)) as ranks:
+    with started_ranks(fails_on_one_rank, 2, source) as ranks:
         (process, receiver) = ranks[1]
         assert receiver.poll(30), "it waits for the other rank"
         is_ok, text = pickle.loads(receiver.recv_bytes())
@@ -116,19 +117,19 @@ def test_a_rank_that_fails_in_the_self_check_leaves_at_once(tmp_path):
 
 
 def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(
-    tmp_path,
+    source,
 ):
     warning = "packed documents fail the self-check: the "
-    for found, lines in run_ranks(built, 2, write_model_config(tmp_path), 1, "auto"):
+    for found, lines in run_ranks(built, 2, source, 1, "auto"):
         assert found == "one by one"
         assert any(line.startswith(warning) for line in lines)
         told = "documents run one by one (slower): packed ones fail the self-check"
         assert any(line.endswith(told) for line in lines)
 
 
-def test_what_is_asked_for_is_not_replaced(tmp_path):
+def test_what_is_asked_for_is_not_replaced(source):
     refusal = "refused: self-check failed: the loss of Qwen2ForCausalLM differs by"
-    for found, _ in run_ranks(built, 2, write_model_config(tmp_path), 0, "packed"):
+    for found, _ in run_ranks(built, 2, source, 0, "packed"):
         assert found.startswith(refusal) and "model.attention=per_document may help" in found
 
 
@@ -150,9 +151,8 @@ def deterministic(world: Any, source: ModelSource, is_possible: bool) -> str:
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named_before_training(
-    tmp_path,
+    source,
 ):
-    source = write_model_config(tmp_path)
     assert run_ranks(deterministic, 2, source, True) == ["packed :4096:8 Ring Simple"] * 2
     for refusal in run_ranks(deterministic, 2, source, False):
         assert refusal.startswith(
