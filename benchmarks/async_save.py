@@ -39,8 +39,8 @@ BATCH = 24
 def slow_run(
     world: World, run_dir: Path, source: Any, recipe: Recipe, bytes_per_s: float
 ) -> list[dict[str, float]]:
-    """One rank; the rows of the log with the times (monotonic) at which steps ended and saves
-    began and were done.
+    """Run one rank. Return the rows of the log, with the times (monotonic) of step ends and of
+    starts and ends of saves.
     """
     events: list[dict[str, float]] = []
 
@@ -56,8 +56,8 @@ def slow_run(
 
 
 def step_times(rows: list[dict[str, float]], save_freq: int) -> dict[str, list[float]]:
-    """Seconds of each step, by whether a save was in flight; the first steps of the run do not
-    count.
+    """Return the seconds of each step, grouped by whether a save was in progress. The first steps
+    of the run do not count.
     """
     times: dict[str, list[float]] = {"saving": [], "idle": []}
     is_saving = False
@@ -76,7 +76,7 @@ def p95(values: list[float]) -> float:
 
 
 def measure(arguments: argparse.Namespace, root: Path, source: Any) -> list[dict[str, float]]:
-    """One row per round: step times while saving and otherwise, stall and write seconds."""
+    """Return one row per round: step times while saving and otherwise, stall and write seconds."""
     found = []
     for number in range(arguments.rounds):
         row: dict[str, float] = {}

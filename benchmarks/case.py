@@ -1,9 +1,9 @@
-"""The work that the CPU comparisons share, as files that any trainer can read.
+"""The workload that the CPU comparisons share, as files that any trainer can read.
 
 GSM8K chats, a byte-level BPE of 4,096 entries trained on them, and a model with random weights, by
 default a Qwen2 of 5.4 M parameters (hidden size 256, 6 layers, 4 query and 2 key heads, tied
-embeddings). The samples are in `samples.npz` in the order in which our trainer takes them, so every
-trainer sees the same tokens, labels and batches.
+embeddings). The samples are in `samples.npz` in the order in which our trainer uses them, so every
+trainer sees equal tokens, labels and batches.
 """
 
 import json
@@ -72,13 +72,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
-"""{name: what differs from `MODEL_CONFIG`}."""
+"""{name: differences from `MODEL_CONFIG`}."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`model` holds config.json, the weights in fp32 and the tokenizer; `train_file` the rows
-    as messages.
+    """`model` contains config.json, the weights in fp32 and the tokenizer; `train_file` the rows as
+    messages.
     """
 
     directory: Path
@@ -101,7 +101,7 @@ class Case:
 
 
 def read_chats(path: Path) -> list[dict[str, list[dict[str, str]]]]:
-    """GSM8K's question/answer rows as chats."""
+    """Return GSM8K's question/answer rows as chats."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [
         {
@@ -127,7 +127,7 @@ def make_case(directory: Path, train_file: Path, model: str = "5m") -> Case:
 
 
 def write_model(directory: Path, texts: list[str], **changes: Any) -> None:
-    """Configuration, fp32 weights from `SEED`, and a tokenizer trained on `texts`."""
+    """Write the configuration, fp32 weights from `SEED`, and a tokenizer trained on `texts`."""
     (directory / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
     make_quickstart.write_tokenizer(directory, make_quickstart.train_tokenizer(texts))
     torch.manual_seed(SEED)

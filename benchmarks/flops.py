@@ -1,5 +1,5 @@
-"""Floating-point operations that training needs, counted exactly for packs: what shares of a
-ceiling are given of.
+"""Floating-point operations that training needs, counted exactly for packs. Shares of the ceiling
+are based on them.
 """
 
 from collections.abc import Iterable
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def training_flops(config: dict[str, Any], seqlens: Iterable[int], *, num_labels: int) -> int:
-    """Forward and backward pass of a dense decoder over documents of these lengths, the head on
-    `num_labels` positions.
+    """Count the forward and backward pass of a dense decoder over documents of these lengths, with
+    the head on `num_labels` positions.
 
-    6 per parameter of a matrix and token (2 forward, 4 backward); causal attention over a document
-    of n tokens multiplies n * (n + 1) / 2 pairs twice forward and four times backward, 2 * width
-    each. Norms, rotations and softmax are not counted; nor are padding, recomputation and the head
-    on positions without a label: not needed.
+    Each matrix parameter and token costs 6 (2 forward, 4 backward). Causal attention over a
+    document of n tokens multiplies n * (n + 1) / 2 pairs twice forward and four times backward, 2 *
+    width each. Norms, rotations and softmax are not counted; nor are padding, recomputation and the
+    head on positions without a label, because they are not needed.
     """
     hidden = config["hidden_size"]
     layers = config["num_hidden_layers"]

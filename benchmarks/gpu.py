@@ -85,9 +85,10 @@ CARD_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.m
 
 
 def matmul_tflops(device: str) -> float:
-    """Return the rate of one large square product: the most that products of a model can reach.
+    """Return the rate of one large square product, the highest rate that a model's products can
+    reach.
 
-    It runs in a process of its own, whose CUDA context does not stay on the card.
+    It runs in a separate process, whose CUDA context does not stay on the GPU.
     """
     size = "8192" if device == "cuda" else "1024"
     words = [sys.executable, "-c", MATMUL, size, device]
@@ -96,7 +97,7 @@ def matmul_tflops(device: str) -> float:
 
 
 def card_facts() -> dict[str, Any]:
-    """Return what `nvidia-smi` says of the first card, and the versions of CUDA and NCCL."""
+    """Return the state of the first GPU from `nvidia-smi`, and the versions of CUDA and NCCL."""
     words = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(CARD_FACTS)}", "--format=csv,noheader"]
     said = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
     versions = {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
@@ -109,8 +110,8 @@ def planned_gib(command: list[str], num_ranks: int) -> float:
 
 
 def make_case(directory: Path, size: str) -> Case:
-    """Chats of seeded length (20 to 4,096 tokens, half of them below 400), tokenizer and
-    configuration; no weights.
+    """Write chats of random length (20 to 4,096 tokens, half of them below 400), tokenizer and
+    configuration, without weights.
     """
     case = Case(directory)
     case.model.mkdir(parents=True)
@@ -172,8 +173,10 @@ def our_command(
 def run_until(
     words: list[str], rows_file: Path, num_rows: int, *, timeout_s: float
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of the training steps, and the output. The processes are ended as soon as there
-    are `num_rows`, after `timeout_s`, and where this process is asked to end.
+    """Return the rows of the training steps, and the output.
+
+    The processes are ended once there are `num_rows`, after `timeout_s`, or if this process is
+    asked to end.
     """
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
@@ -201,7 +204,7 @@ def run_until(
 
 
 def rate(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Tokens per second of the steps after `SKIP`, by step."""
+    """Return the tokens per second of the steps after `SKIP`, by step."""
     seconds = [
         after["ts"] - before["ts"]
         for before, after in zip(rows[SKIP - 1 :], rows[SKIP:], strict=False)
@@ -266,8 +269,8 @@ def trl_command(
 def attempt(
     name: str, words: list[str], rows_file: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure one run. A failure (out of memory, say) is a result too, with the rate of the steps
-    before it.
+    """Measure one run. A failure, such as out of memory, is a result too, with the rate of the
+    steps before it.
     """
     started = time.time()
     rows, output = run_until(words, rows_file, arguments.steps, timeout_s=arguments.timeout_s)

@@ -25,7 +25,7 @@ from guard_trials import FAULT_STEP, FAULTS, Family, Outcome, per_10k, precision
 from trainer.train.detection import Detector, Level
 
 FIRST_SEED = 10_000
-"""Tests use lower ones."""
+"""Tests use lower numbers."""
 SPIKES = ("spike x3, gradient x27", "spike x5, gradient x125")
 DRIFT = "drift +0.2% a step"
 LEVELS = (Level.WARN, Level.SEVERE, Level.DIVERGING)
@@ -51,7 +51,7 @@ def summary(family: Family, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def microseconds_per_step() -> float:
-    """The cost of `limits` and `observe` together, on one core."""
+    """Return the combined cost of `limits` and `observe` on one core."""
     curve = healthy(TUNED[0], seed=0)
     detector = Detector()
     steps = [curve.values(step) for step in range(len(curve.loss))]

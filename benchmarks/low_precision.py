@@ -28,7 +28,7 @@ KINDS = {
 }
 OFFLOAD = "layer inputs in host memory"
 EVERY = 10
-"""Steps whose mean loss is one point of the curve."""
+"""Number of steps whose mean loss is one point of the curve."""
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def train(words: tuple[str, ...], seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Mean loss of the last `EVERY` steps, and the loss of the held-out rows at the end."""
+    """Return the mean loss of the last `EVERY` steps, and the loss of the held-out rows at the end."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         values = {
@@ -101,7 +101,7 @@ def case_of(kind: str, ranks: int) -> Case:
 
 
 def readable(result: dict[str, Any]) -> str:
-    """For README.md."""
+    """Print the table for README.md."""
     rows = []
     for kind in KINDS:
         runs = [run for run in result["runs"] if run["kind"] == kind]

@@ -34,8 +34,10 @@ def run_command(
     environment: Mapping[str, str] = MappingProxyType({}),
     expected_code: int = 0,
 ) -> tuple[float, resource.struct_rusage]:
-    """Return wall seconds and resources used. Raises with the end of the output if the command
-    ends with another code. `environment` is added to that of this process.
+    """Return wall seconds and resources used. Raises an error with the end of the output if the
+    command ends with a different code.
+
+    `environment` is added to the environment of this process.
     """
     started = time.perf_counter()
     with log.open("w") as output:
@@ -59,8 +61,8 @@ def run_command(
 def gemm_gflops(
     dtype: torch.dtype, size: int = 2048, repeats: int = 10, device: str = "cpu"
 ) -> float:
-    """Best rate of one square matrix product: the ceiling that shares are given of. On a CPU it
-    takes all threads.
+    """Return the best rate of one square matrix product, the ceiling for shares. On a CPU it uses
+    all threads.
     """
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     best_s = float("inf")
@@ -88,13 +90,14 @@ def described_commit() -> str:
 
 
 COMMIT = os.environ.get("COMMIT") or described_commit()
-"""The commit when the benchmark starts, because it may change while the benchmark runs. A copy
-without a git directory takes it from the environment variable COMMIT.
+"""Return the commit at the start of the benchmark, because it may change during the benchmark.
+
+A copy without a git directory reads it from the environment variable COMMIT.
 """
 
 
 def header() -> dict[str, Any]:
-    """Command (files by their name), commit, versions and machine of a result file."""
+    """Return the command (with file names only), commit, versions and machine for a result file."""
     if not COMMIT:
         raise SystemExit("the commit is not known.\nFix: set the environment variable COMMIT to it")
     arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
@@ -130,8 +133,8 @@ def write_result(name: str, result: dict[str, Any], path: Path | None = None) ->
 
 
 def peak_bytes() -> int:
-    """High-water mark of this process's resident memory: unlike `ru_maxrss`, it does not begin
-    with its parent's.
+    """Return the peak of this process's resident memory. Unlike `ru_maxrss`, it does not start at
+    its parent's peak.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

@@ -36,7 +36,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """A Qwen2 like the quickstart's, and what a micro-batch holds."""
+    """A Qwen2 like the quickstart's, and the contents of a micro-batch."""
 
     hidden: int
     layers: int
@@ -48,7 +48,7 @@ class Case:
     recompute: str = "false"
     model: dict[str, Any] = field(default_factory=dict)
     more: tuple[str, ...] = ()
-    """Words behind the command."""
+    """Overrides of the command."""
 
     @property
     def name(self) -> str:
@@ -204,7 +204,7 @@ def write_inputs(directory: Path, case: Case) -> None:
 
 
 def train(report: Path, words: list[str]) -> None:
-    """One rank of the real run; rank 0 follows the tensors of its second step."""
+    """Run one rank of the real run. Rank 0 tracks the tensors of its second step."""
     import trainer.train.start.main  # noqa: F401  before the process is looked at
     from trainer.__main__ import main
     from trainer.tools.plan.fake_step import follow

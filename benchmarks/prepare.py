@@ -52,8 +52,8 @@ PEER = Path(__file__).resolve().parent / "peers" / "prepare.py"
 
 @dataclass(frozen=True)
 class Contender:
-    """Our trainer, or (with options) the peer's script; `repeats`: how often the file repeats
-    its rows.
+    """Our trainer, or (with options) the peer's script. `repeats`: how often the file repeats its
+    rows.
     """
 
     name: str
@@ -71,7 +71,7 @@ PEERS = (
 
 
 def work(model: Path, train_file: Path, cache_dir: Path, output: Path) -> None:
-    """Prepare a file in this process and write what it took."""
+    """Prepare a file in this process and write the measurements."""
     gc.freeze()  # as `python -m trainer` does after its imports
     tokenizer = AutoTokenizer.from_pretrained(model)
     started = time.perf_counter()
@@ -127,7 +127,7 @@ def measure(case: Case, rounds: int) -> dict[Contender, list[dict[str, Any]]]:
 
 
 def num_different_rows(dataset: TokenDataset, peer: Path) -> int:
-    """Rows whose token ids or labels are others in the file that the peer wrote."""
+    """Return the rows whose token ids or labels differ in the file that the peer wrote."""
     theirs = np.load(peer)
     starts = theirs["offsets"][:-1]
     ends = theirs["offsets"][1:]

@@ -25,9 +25,9 @@ from report_families import FAMILIES, HELD_OUT
 from report_trials import HEALTHY, Outcome, faults_of, trial
 
 FIRST_SEED = 10_000
-"""Tests and work on the rules use lower ones."""
+"""Tests and development of the rules use lower numbers."""
 HEALTHY_TIMES = 5
-"""Healthy logs of a family for each one of a fault: false alarms are to be rare."""
+"""Number of healthy logs of a family per log with a fault, because false alarms are rare."""
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def trials(case: tuple[int, int], num_runs: int) -> list[Outcome]:
 
 
 def rates(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Counts, each with what it is out of."""
+    """Counts, each with its total."""
     healthy = [outcome for outcome in outcomes if outcome.fault == HEALTHY]
     faulty = [outcome for outcome in outcomes if outcome.fault != HEALTHY]
     placed = [outcome.is_placed for outcome in faulty if outcome.is_placed is not None]
@@ -91,7 +91,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def is_missed(row: dict[str, Any]) -> bool:
-    """Return whether a fault was missed in some log, or found from another step."""
+    """Return True if a fault was missed in some log, or found from a wrong step."""
     return bool(row["found"] < row["faulty"] or row["onset_right"] < row["with_onset"])
 
 

@@ -22,7 +22,7 @@ SEED = 1
 NUM_KEYS = 25
 LIMIT_S = 60.0
 LIMIT_BYTES = 2**31
-"""For reading, analysis and the page together, of a million rows."""
+"""Limit for reading, analysis and the page together, for a million rows."""
 OWN_KEYS = ("train/loss", "train/lr", "train/lr(1e-3)", "train/grad_norm", "train/time(s)")
 SWIFT_KEYS = (
     "loss",

@@ -77,7 +77,7 @@ def run_one(
     batch: int,
     name: str,
 ) -> dict[str, Any]:
-    """Rates, losses and peak memory of one run of `steps` steps."""
+    """Return rates, losses and peak memory of one run with `steps` steps."""
     log = case.directory / f"{name}.log"
     environment: dict[str, str] = {}
     if contender.script is None:
@@ -187,7 +187,7 @@ def flops_per_token(case: Case, steps: int, batch: int) -> float:
 
 
 def loss_gap(found: list[float], ours: list[float]) -> float:
-    """Largest relative difference over the steps."""
+    """Return the largest relative difference over the steps."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, ours, strict=True))
 
 

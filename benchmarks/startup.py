@@ -51,8 +51,8 @@ CASES = {
 
 
 def measure(checkout: Path, work: Path, case: str) -> dict[str, float]:
-    """Seconds and CPU seconds until the command is over. Raises when it ends otherwise than it
-    should.
+    """Return the seconds and CPU seconds until the command has ended. Raises an error if it ends
+    with an unexpected code.
     """
     words, expected = CASES[case]
     shutil.rmtree(work / "new", ignore_errors=True)
@@ -68,7 +68,7 @@ def measure(checkout: Path, work: Path, case: str) -> dict[str, float]:
 
 
 def prepare(checkout: Path, work: Path) -> None:
-    """Data in the cache and a finished run."""
+    """Prepare data in the cache and a finished run."""
     work.mkdir()
     (work / "qwen7b").mkdir()
     (work / "qwen7b" / "config.json").write_text(json.dumps(QWEN_7B))

@@ -1,8 +1,8 @@
-"""Train a LoRA adapter on one card. It needs the extra `lora` (peft).
+"""Train a LoRA adapter on one GPU. This needs the extra `lora` (peft).
 
     python examples/lora_one_card.py model.partial_pretrain=Qwen/Qwen2.5-7B-Instruct
 
-Any `key=value` of a run works. Without a model it takes the model and the rows that own_data.py
+Accepts any `key=value` of a run. Without a model, it uses the model and the rows that own_data.py
 wrote.
 """
 

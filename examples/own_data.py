@@ -1,9 +1,9 @@
-"""Write rows of your own, train on them, and print where the model is.
+"""Write your own rows, train on them, and print the path of the model.
 
     python examples/own_data.py model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct
 
-Any `key=value` of a run works. Without a model it trains the quickstart's tiny one from random
-weights, which a CPU can do.
+Accepts any `key=value` of a run. Without a model, it trains the quickstart's tiny model from
+random weights, which works on a CPU.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Three runs that differ in the learning rate alone, side by side.
+"""Train three runs that differ only in the learning rate, and compare them.
 
-python examples/three_rates.py [key=value ...]; without words the quickstart's model and data.
-A run that is complete is not repeated: add a rate and start it again.
+python examples/three_rates.py [key=value ...]; by default with the quickstart's model and data.
+Complete runs are not repeated: to add a run, add a rate and start the script again.
 """
 
 import sys

@@ -59,7 +59,7 @@ FAST = frozenset(
         "unit/test_snapshot.py",
     ]
 )
-"""Files of the marker `fast`: no long campaign, and ranks in few of them."""
+"""Files with the marker `fast`: no long campaigns, and only a few files with ranks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,7 +79,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no other file where only the fast ones run."""
+    """Import no other file if only the fast tests run."""
     is_other = collection_path.suffix == ".py" and _name(collection_path) not in FAST
     return True if config.option.markexpr == "fast" and is_other else None
 
@@ -103,8 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
-    """Check that every process of the tests ends soon after the last test; name and end those that
-    remain.
+    """Check that every process of the tests ends soon after the last test. Name and end the
+    remaining ones.
     """
     yield
     deadline = time.monotonic() + ENDED_WITHIN_S
@@ -119,8 +119,8 @@ def nothing_is_left_running() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def wandb_is_left_to_nobody() -> Iterator[None]:
-    """Its service, and what it read of the environment, would go on into the next file of the
-    process.
+    """The service, and its copy of the environment, would otherwise persist into the next file of
+    the process.
     """
     yield
     if "wandb" in sys.modules:

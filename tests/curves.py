@@ -1,7 +1,6 @@
-"""Seeded loss and gradient curves, healthy and faulty, whose truth is known. numpy only.
+"""Loss and gradient curves from a seed, healthy and faulty, whose truth is known. numpy only.
 
-`TUNED` families were looked at while the rules were made; `HELD_OUT` ones must only ever be
-measured.
+`TUNED` families were used to develop the rules; `HELD_OUT` ones must only ever be measured.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ class Curve:
     grad_norm: Values
 
     def values(self, step: int) -> dict[str, float]:
-        """Return the values as a trainer hands them over."""
+        """Return the values as a trainer passes them on."""
         return {
             "train/loss": float(self.loss[step]),
             "train/grad_norm": float(self.grad_norm[step]),
@@ -33,7 +32,7 @@ class Curve:
 
 
 def _level(num_steps: int, last: float = 1.0) -> Values:
-    """A usual fall from 2.5."""
+    """A typical fall from 2.5."""
     return last + (2.5 - last) * np.exp(-np.arange(num_steps) / 300)
 
 
@@ -74,13 +73,13 @@ def _garch(rng: Generator, num_steps: int) -> Values:
 
 
 def _restarts(rng: Generator, num_steps: int) -> Values:
-    """The learning rate restarts every 600 steps and the loss with it, by 8%."""
+    """The learning rate restarts every 600 steps, and the loss rises by 8 % with it."""
     ripple = 1 + 0.04 * (1 + np.cos(np.pi * (np.arange(num_steps) % 600) / 600))
     return _level(num_steps) * ripple * (1 + rng.normal(0, 0.06, num_steps))
 
 
 def _five_sources(rng: Generator, num_steps: int) -> Values:
-    """Batches of 32 samples, drawn from five sources with losses of their own."""
+    """Batches of 32 samples, drawn from five sources with different losses."""
     levels = np.array([0.4, 0.8, 1.0, 1.4, 2.2])
     counts = rng.multinomial(32, [0.3, 0.25, 0.25, 0.15, 0.05], num_steps)
     noise = np.exp(rng.normal(0, 0.05, num_steps))
@@ -88,7 +87,7 @@ def _five_sources(rng: Generator, num_steps: int) -> Values:
 
 
 def _wander(rng: Generator, num_steps: int) -> Values:
-    """The level does a slow random walk on its way down."""
+    """The level falls with a slow random walk."""
     walk = np.cumsum(rng.normal(-0.0002, 0.002, num_steps))
     return 2.0 * np.exp(walk) * (1 + rng.normal(0, 0.05, num_steps))
 
@@ -123,7 +122,7 @@ BIMODAL = ("bimodal10", "bimodal2")
 
 
 def healthy(family: tuple[str, str], *, seed: int, num_steps: int = NUM_STEPS) -> Curve:
-    """A curve of one family (loss, gradient); equal seeds give equal curves."""
+    """Return a curve of one family (loss, gradient). Equal seeds give equal curves."""
     loss, grad = family
     rng = np.random.default_rng([seed, list(LOSSES).index(loss), list(GRADS).index(grad)])
     return Curve(LOSSES[loss](rng, num_steps), GRADS[grad](rng, num_steps))
@@ -134,7 +133,7 @@ def _times(curve: Curve, loss: Values, grad_norm: Values) -> Curve:
 
 
 def spike(curve: Curve, *, at: int, loss: float = 1.0, grad: float = 1.0) -> Curve:
-    """One step is so many times as high."""
+    """Multiply one step."""
     is_hit = np.arange(len(curve.loss)) == at
     return _times(curve, np.where(is_hit, loss, 1.0), np.where(is_hit, grad, 1.0))
 
@@ -149,7 +148,7 @@ def decaying(curve: Curve, *, at: int) -> Curve:
 
 
 def drift(curve: Curve, *, at: int, rate: float) -> Curve:
-    """The loss grows by a share of itself per step, up to twentyfold."""
+    """The loss grows by a constant share per step, up to twentyfold."""
     since = np.maximum(np.arange(len(curve.loss)) - at, 0)
     rise = np.exp(np.minimum(np.log1p(rate) * since, np.log(20)))
     return replace(curve, loss=curve.loss * rise)

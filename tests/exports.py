@@ -1,5 +1,5 @@
-"""The export of a sharded model as a save makes it: every rank's shards, then the files made
-from them.
+"""The export of a sharded model, made as in a save: every rank's shards, then the files made from
+them.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from trainer.runtime.distributed import World
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the safetensors files in a directory."""
+    """Return every tensor in the safetensors files of a directory."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
@@ -34,9 +34,7 @@ def export_model(
     dtype: str,
     lora: str = "adapter",
 ) -> list[FileRecord]:
-    """Write `target`, and this rank's shards beside it. Returns what this rank wrote of the
-    export.
-    """
+    """Write `target`, and this rank's shards next to it. Returns this rank's part of the export."""
     root = target.with_name(f"{target.name}-shards")
     root.mkdir(exist_ok=True)
     parameters = shards.saved_parameters(model)

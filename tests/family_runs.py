@@ -1,4 +1,4 @@
-"""Real runs of a tiny model: the command on two ranks, killed with SIGKILL in a step, resumed,
+"""Real runs of a tiny model: the command on two ranks, killed with SIGKILL in a step, resumed, and
 exported.
 """
 
@@ -29,14 +29,14 @@ TEMPLATE = (
 
 
 def prepare(root: Path, name: str) -> None:
-    """The model with a tokenizer, and samples."""
+    """Write the model with a tokenizer, and samples."""
     save_model(root / "model", name)
     save_tokenizer(root / "model")
     write_samples(root / "samples.jsonl")
 
 
 def save_tokenizer(path: Path) -> None:
-    """Save a tokenizer with as many words as the tiny models know."""
+    """Save a tokenizer with as many words as the tiny models have embeddings."""
     words = [*SPECIAL, *(f"w{number}" for number in range(VOCAB - len(SPECIAL)))]
     backend = Tokenizer(
         models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
@@ -86,8 +86,8 @@ def words_of_run(root: Path, model: Path) -> tuple[str, ...]:
 
 
 def interrupted_run(root: Path, model: Path, *more: str, num_ranks: int = NUM_RANKS) -> list[str]:
-    """Return how a run that was killed and started again differs from one in one go; `root` is the
-    model's own.
+    """Return the differences between a run that was killed and restarted and an uninterrupted one.
+    `root` belongs to the model.
     """
     straight = root / "straight"
     killed = root / "killed"
@@ -104,8 +104,8 @@ def interrupted_run(root: Path, model: Path, *more: str, num_ranks: int = NUM_RA
 
 
 def export_faults(checkpoint: Path) -> list[str]:
-    """Return the faults that transformers alone finds in the export of a checkpoint: wrong keys, or
-    tensors that differ from those in the shards.
+    """Return the faults that transformers finds in the export of a checkpoint: wrong keys, or
+    tensors that differ from the shards.
     """
     loaded = AutoModelForCausalLM.from_pretrained(
         checkpoint / "huggingface", dtype=torch.float32, output_loading_info=True
@@ -121,7 +121,7 @@ def export_faults(checkpoint: Path) -> list[str]:
 
 
 def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The parameters of all ranks' shards, put together by nothing of ours."""
+    """Return the parameters of all ranks' shards, joined without the trainer's code."""
     from torch.distributed.tensor import DTensor
 
     paths = [

@@ -1,5 +1,5 @@
-"""Trials of a tiny model of a family: its first step beside plain transformers, its export, and a
-killed run.
+"""Trials of a tiny model of a family: its first step compared with plain transformers, its export,
+and a killed run.
 """
 
 import copy
@@ -61,8 +61,8 @@ def save_model(path: Path, name: str, **changes) -> None:
 
 
 def plain_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """(mean loss, gradients) of transformers' own model, eager, as new for each document:
-    dynamic RoPE remembers.
+    """Return (mean loss, gradients) of transformers' eager model. It is reset for each document,
+    because dynamic RoPE remembers lengths.
     """
     new = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"

@@ -9,7 +9,7 @@ HISTORY_COLUMNS = (
     *("epoch", "loss", "reward_mean", "reward_std", "accuracy_mean", "accuracy_std"),
     *("latency_mean", "latency_std", "budget_violation_rate"),
 )
-"""Of `training_history.csv` and `validation_history.csv` (requirement text S1)."""
+"""The columns of `training_history.csv` and `validation_history.csv` (requirement text S1)."""
 
 
 def controller_histories(seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -46,7 +46,7 @@ def controller_histories(seed: int) -> tuple[NDArray[np.float64], NDArray[np.flo
 
 
 def write_history(path: Path, table: NDArray[np.float64]) -> None:
-    """Write `HISTORY_COLUMNS`; the first is a whole number."""
+    """Write `HISTORY_COLUMNS`. The first column is a whole number."""
     header = ",".join(HISTORY_COLUMNS)
     formats = ["%d", *["%.4f"] * (table.shape[1] - 1)]
     np.savetxt(path, table, fmt=formats, delimiter=",", header=header, comments="")

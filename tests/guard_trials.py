@@ -1,4 +1,4 @@
-"""Runs a detector over curves whose truth is known and counts what it says: for tests and the
+"""Runs a detector over curves whose truth is known and counts its events, for tests and the
 calibration.
 """
 
@@ -14,7 +14,7 @@ from trainer.train.detection import Anomaly, Detector, Level
 
 FAULT_STEP = 1500
 WATCHED_STEPS = 300
-"""A fault that is not found so many steps after it struck is missed."""
+"""A fault counts as missed if it is not found within this many steps."""
 Family = tuple[str, str]
 Fault = Callable[[Curve], Curve]
 FAULTS: Mapping[str, Fault] = {
@@ -35,7 +35,7 @@ SINGLE_STEP = tuple(name for name in FAULTS if name.startswith(("spike", "gradie
 def watch(
     curve: Curve, *, first: int = 0, end: int | None = None, detector: Detector | None = None
 ) -> list[Anomaly]:
-    """Every event of the steps from `first` to before `end`."""
+    """Return every event of the steps from `first` to before `end`."""
     detector = detector or Detector()
     steps = range(first, len(curve.loss) if end is None else end)
     return [event for step in steps for event in detector.observe(step, curve.values(step))]
@@ -43,8 +43,8 @@ def watch(
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one curve: events while it is healthy, and for each fault the delay of each
-    level it raised.
+    """The outcome of one curve: false events while it is healthy, and for each fault the delay of
+    each level.
     """
 
     healthy: Mapping[Level, int]
@@ -53,8 +53,8 @@ class Outcome:
 
 
 def trial(family: Family, seed: int, faults: Mapping[str, Fault] = FAULTS) -> Outcome:
-    """The steps before the fault are watched once; every fault goes on from the detector's
-    saved state.
+    """The steps before the fault are observed once. Every fault continues from the detector's saved
+    state.
     """
     curve = healthy(family, seed=seed)
     detector = Detector()
@@ -72,13 +72,13 @@ def trial(family: Family, seed: int, faults: Mapping[str, Fault] = FAULTS) -> Ou
 
 
 def per_10k(outcomes: Sequence[Outcome], level: Level) -> float:
-    """False events per 10000 healthy steps."""
+    """Return the number of false events per 10,000 healthy steps."""
     num_events = sum(outcome.healthy.get(level, 0) for outcome in outcomes)
     return 1e4 * num_events / sum(outcome.num_steps for outcome in outcomes)
 
 
 def recall(outcomes: Sequence[Outcome], fault: str, levels: Iterable[Level]) -> float:
-    """Share of the curves in which the fault raised any of the levels."""
+    """Return the share of curves in which the fault raised any of the levels."""
     levels = set(levels)
     return sum(not levels.isdisjoint(outcome.delays[fault]) for outcome in outcomes) / len(outcomes)
 

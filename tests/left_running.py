@@ -1,4 +1,4 @@
-"""The processes that tests have started and that are still there."""
+"""Processes that tests have started and that are still running."""
 
 import contextlib
 import os
@@ -9,11 +9,12 @@ import psutil
 from trainer.runtime.processes import status_of
 
 MARK = "STARTED_BY_TESTS_OF"
-"""In the environment of all that tests start: also what has lost its parent is found."""
+"""A variable in the environment of all processes that tests start, so that even orphans are found.
+"""
 
 
 def left_running() -> list[psutil.Process]:
-    """All but the two that multiprocessing keeps until the interpreter ends."""
+    """Return all of them except the two that multiprocessing keeps until the interpreter ends."""
     kept = {
         os.getpid(),
         forkserver._forkserver._forkserver_pid,

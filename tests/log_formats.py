@@ -36,7 +36,7 @@ ROLL_NAMES = {
 SCALED = {"train/lr": "train/lr(1e-3)"}
 """verl and our console log the learning rate in thousandths."""
 STEP_S = 3
-"""Seconds per step in formats that log the time since the start."""
+"""Seconds per step, for formats that log the time since the start."""
 
 
 def make_curves(*, num_steps: int = 200) -> dict[str, Series]:
@@ -57,7 +57,9 @@ def make_curves(*, num_steps: int = 200) -> dict[str, Series]:
 
 
 def rows_of(curves: Curves, names: Mapping[str, str]) -> Iterator[tuple[int, Row]]:
-    """Yield (step, metrics) by rising step; a validation is a row of its own, after training."""
+    """Yield (step, metrics) in order of steps. A validation is a separate row after the training
+    row.
+    """
     table: dict[tuple[int, bool], Row] = {}
     for key, series in curves.items():
         name = names.get(key, key)
@@ -129,7 +131,7 @@ def write_roll(directory: Path, curves: Curves) -> Path:
 
 
 def write_csv(directory: Path, curves: Curves) -> Path:
-    """Write both histories; their columns lack the prefix."""
+    """Write both histories. Their columns have no prefix."""
     for name, prefix in (("training_history.csv", "train/"), ("validation_history.csv", "val/")):
         names = {key: key.removeprefix(prefix) for key in curves if key.startswith(prefix)}
         rows = rows_of({key: curves[key] for key in names}, names)
@@ -176,4 +178,4 @@ WRITERS: dict[str, Callable[[Path, Curves], Path]] = {
     "tensorboard": write_tensorboard,
     "jsonl": write_jsonl,
 }
-"""Each returns the file or directory to read; its parent may be read too."""
+"""Each writer returns the file or directory to read. Its parent can be read too."""

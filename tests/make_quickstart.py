@@ -25,7 +25,7 @@ PIECES = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer of at most `VOCAB_SIZE` entries; the same texts give the same ids, 0 to 2 are
+    """Train a tokenizer with at most `VOCAB_SIZE` entries. Equal texts give equal ids; 0 to 2 are
     the special tokens.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -50,8 +50,8 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Write the files of a Hugging Face tokenizer with the quickstart's chat template.
 
-    They are written here and not by transformers, whose version 5 names a class that older readers
-    do not know.
+    transformers does not write them, because version 5 names a class that older readers do not
+    know.
     """
     tokenizer.save(str(directory / "tokenizer.json"))
     tokenizer.model.save(str(directory))  # vocab.json and merges.txt

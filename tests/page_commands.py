@@ -1,4 +1,4 @@
-"""The commands that pages show, as a shell would be handed them."""
+"""The commands on the documentation pages, as a shell would receive them."""
 
 import re
 import shlex
@@ -7,10 +7,12 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-"""Every command block of these is executed, or says what it needs (tests/e2e/test_pages.py)."""
+"""Every command block on these pages is executed, or states what it needs
+(tests/e2e/test_pages.py).
+"""
 OURS = r"(?:bash run_sft\.sh|fsdp-sft)"
 NEEDS = re.compile(r"#.*\[needs (.*)\]$", re.S)
-"""How a page says in the comment of a command what it needs that CI lacks."""
+"""The marker in a command's comment for something that CI lacks."""
 
 
 def blocks_of(markdown: str, language: str) -> list[str]:
@@ -18,7 +20,7 @@ def blocks_of(markdown: str, language: str) -> list[str]:
 
 
 def commands_in(block: str) -> Iterator[str]:
-    """With their comments."""
+    """Return the lines with their comments."""
     command = ""
     for line in block.replace("\\\n", " ").splitlines():
         command += f"{line}\n"

@@ -1,7 +1,7 @@
-"""Training as it is defined, with plain transformers, peft and torch in float64: nothing of the
-trainer's own.
+"""Training by its definition, with plain transformers, peft and torch in float64 and without the
+trainer's code.
 
-One document per forward pass, eager attention, the loss over the supervised tokens of the whole
+One document per forward pass, eager attention, and the loss over the supervised tokens of the whole
 global batch.
 """
 
@@ -29,7 +29,7 @@ Rows = dict[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids, which of them are supervised, and the source that they come from."""
+    """Token ids, a mask of the supervised ones, and the source."""
 
     ids: list[int]
     mask: list[bool]
@@ -38,7 +38,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
-    """The definition of a run by its configuration; `steps` holds the documents of each global
+    """The definition of a run by its configuration. `steps` holds the documents of each global
     batch.
     """
 
@@ -50,13 +50,13 @@ class Definition:
     adapter: Path | None = None
     frozen: Sequence[str] = ()
     is_rounded: bool = False
-    """What is trained begins as bfloat16."""
+    """Trained parameters start in bfloat16."""
     loss: str = "cross_entropy"
     optimizer: str = "adamw"
     schedule: str = "cosine"
     max_norm: float = math.inf
     skip_above: float = math.inf
-    """Steps whose gradient norm is larger change nothing."""
+    """Steps with a larger gradient norm change nothing."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ AS_DEFINED = {
 
 
 def train(definition: Definition) -> Outcome:
-    """All steps of the definition."""
+    """Run all steps of the definition."""
     torch.manual_seed(0)
     model = load(definition.model, definition.adapter)
     for name, parameter in model.named_parameters():
@@ -148,8 +148,8 @@ def token_losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
 def judged(
     model, documents: Iterable[Document], loss: str, **asked
 ) -> Iterator[tuple[Document, Any, ...]]:
-    """(document, (cross-entropy, trained loss) of its supervised tokens, number of hits, what
-    the model gave).
+    """Yield (document, (cross-entropy, trained loss) of its supervised tokens, number of hits,
+    output of the model).
     """
     for document in documents:
         output = model(input_ids=torch.tensor([document.ids]), use_cache=False, **asked)
@@ -164,7 +164,9 @@ def judged(
 def measured(
     model, documents: list[Document], definition: Definition, fractions_E: Tensor | float
 ) -> tuple[dict[str, float], Tensor, Tensor | float]:
-    """(row of metrics, what is differentiated, share of the tokens that each expert got)."""
+    """Return (row of metrics, the value that is differentiated, share of the tokens for each
+    expert).
+    """
     coefficient = getattr(model.config, "router_aux_loss_coef", None) or 0.0
     routers = [
         p for name, p in model.named_parameters() if re.search(r"\.(gate|router)\.weight$", name)
@@ -199,7 +201,7 @@ def supervised(documents: Iterable[Document]) -> int:
 
 
 def summary(found: list[tuple[Document, Any, Any, Any]], kind: str) -> dict[str, float]:
-    """Cross-entropy and hits over all tokens, and that of each source that has some where there
+    """Return cross-entropy and hits over all tokens, and for each source that has tokens, if there
     are several.
     """
     count = supervised(document for document, *_ in found)
@@ -223,7 +225,7 @@ def validated(model, definition: Definition) -> dict[str, float]:
 
 
 class PlainOptimizer:
-    """torch's AdamW, and for `muon` its definition for the matrices of layers."""
+    """torch's AdamW and, for `muon`, its definition for the matrices of layers."""
 
     def __init__(self, model: nn.Module, named: dict[str, nn.Parameter], kind: str) -> None:
         self.parameters = list(named.values())
@@ -263,8 +265,8 @@ def muon_update(gradient: Tensor, momentum: Tensor) -> Tensor:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Five of Jordan's quintic iterations on the singular values themselves, which is what they do
-    to the matrix.
+    """Apply five of Jordan's quintic iterations to the singular values, which is equivalent to
+    applying them to the matrix.
     """
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     values = values / values.norm(dim=-1, keepdim=True).clamp(min=1e-7)

@@ -1,4 +1,4 @@
-"""Limits on time: wait for what processes do, and end what takes too long."""
+"""Time limits: wait for processes, and end what takes too long."""
 
 import secrets
 import signal
@@ -9,7 +9,9 @@ from contextlib import contextmanager, suppress
 
 
 class TookTooLongError(BaseException):
-    """Code ran into a time limit. No `except Exception` or `except OSError` of it hides that."""
+    """Code exceeded its time limit. No `except Exception` or `except OSError` in the code hides
+    this.
+    """
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Tiny checkpoints in the quantized forms in which models are published, and their tensors as plain
-arithmetic dequantizes them.
+"""Tiny checkpoints in the quantized forms in which models are published, and their tensors as
+computed by plain arithmetic.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ BLOCK = 32
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """The 4-bit floats without their sign."""
 PREDICTING = "mtp.layers.0.proj.weight"
-"""A weight that transformers' class does not have; exports carry it."""
+"""A weight that transformers' class lacks. Exports include it."""
 
 
 def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,5 @@
-"""The server that all ranks of tests are forked from: it has imported once what most of them
-need.
+"""The server from which all ranks of tests are forked. It has imported most of the modules that
+they need.
 """
 
 import multiprocessing

@@ -22,10 +22,11 @@ from rank_server import CONTEXT
 def started_ranks(
     function: Callable[..., Any], world_size: int, *args, **kwargs
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    """(process, where its result arrives) of `function(world, *args, **kwargs)` on every rank.
+    """Run `function(world, *args, **kwargs)` on every rank. Yields (process, receiver of its
+    result) for each rank.
 
-    `kwargs` may hold `fsdp_size`, `sequence_size`, `expert_size` and `on_device`. Processes are gone
-    at the end of the block.
+    `kwargs` may hold `fsdp_size`, `sequence_size`, `expert_size` and `on_device`. The processes are
+    gone at the end of the block.
     """
     port = free_port()
     ranks = []
@@ -53,7 +54,7 @@ def run_ranks(
     timeout_s: float = 120.0,
     **kwargs,
 ) -> list[Any]:
-    """The results of `started_ranks` in rank order. Fails with the first traceback."""
+    """Return the results of `started_ranks` in rank order. Fails with the first traceback."""
     with started_ranks(function, world_size, *args, **kwargs) as ranks:
         results = [_receive(receiver, rank, timeout_s) for rank, (_, receiver) in enumerate(ranks)]
         for process, _ in ranks:
@@ -64,8 +65,8 @@ def run_ranks(
 def each(
     world, function: Callable[..., Any], source, variants: dict[Any, dict[str, Any]]
 ) -> dict[Any, Any]:
-    """{variant: what `function(world, source, **variant)` gives}: for `run_ranks`, where ranks
-    need not start anew.
+    """Return {variant: result of `function(world, source, **variant)`}, for `run_ranks` if ranks
+    need not restart.
     """
     return {name: function(world, source, **changes) for name, changes in variants.items()}
 

@@ -90,7 +90,7 @@ SWIFT_CONFIG: Mapping[str, Any] = {
 
 
 def swift_run(seed: int, *, has_bursts: bool = True) -> RunLog:
-    """6000 GRPO steps, a point every 5, 31 metrics, as 002 describes them."""
+    """6000 GRPO steps, with a point every 5 steps and 31 metrics, as 002 describes them."""
     rng = np.random.default_rng(seed)
     steps = np.arange(5, 6001, 5)
     n = len(steps)
@@ -145,7 +145,7 @@ OUR_CONFIG: Mapping[str, Any] = {
 
 
 def sft_run(seed: int) -> RunLog:
-    """A healthy fine-tuning of 2000 steps with every metric that a rule reads."""
+    """A healthy fine-tuning run of 2000 steps with every metric that a rule reads."""
     rng = np.random.default_rng(seed)
     steps = np.arange(1, 2001)
     n = len(steps)
@@ -192,9 +192,7 @@ def checkpoints(steps: Any) -> tuple[CheckpointState, ...]:
 
 
 def grpo_run(seed: int) -> RunLog:
-    """A healthy GRPO run: the one of 002 without its bursts, clipped, with advantages and
-    entropy.
-    """
+    """A healthy GRPO run: the run of 002 without its bursts, clipped, with advantages and entropy."""
     rng = np.random.default_rng(seed)
     log = swift_run(seed, has_bursts=False)
     steps = log.series["kl"].steps
@@ -235,8 +233,8 @@ def overfitting_example(*, kept: tuple[int, ...] = (500, 1000, 1500, 2000)) -> R
 
 
 def changed(log: RunLog, **columns: Any) -> RunLog:
-    """The log with a metric replaced or added: values on the steps of its loss; `__` in a name
-    stands for `/`.
+    """Return the log with a metric replaced or added, with values at the steps of its loss. `__` in
+    a name stands for `/`.
     """
     steps = log.series["train/loss"].steps
     new = {

@@ -22,13 +22,13 @@ from trainer.tools.report.run_log import Series
 Floats = NDArray[np.float64]
 Generator = np.random.Generator
 Columns = dict[str, Floats]
-"""Role -> values at the logged steps; held-out results (`val_...`) at `Curves.evals`."""
+"""Role -> values at the logged steps. Held-out results (`val_...`) are at `Curves.evals`."""
 NUM_EVALS = 20
 
 
 @dataclass
 class Curves:
-    """The metrics that a run logs; faults change `columns` in place."""
+    """The metrics that a run logs. Faults change `columns` in place."""
 
     steps: NDArray[np.int64]
     columns: Columns
@@ -47,7 +47,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Family:
-    """`keys`: role -> key as this trainer logs it, all that it logs."""
+    """`keys`: role -> key in this trainer's log, for everything that it logs."""
 
     name: str
     kind: str
@@ -57,7 +57,7 @@ class Family:
     shape: str = "exponential"
     log_every: int = 1
     noise: tuple[float, float] = (0.02, 0.1)
-    """Relative, of the loss; drawn."""
+    """The relative noise of the loss, drawn by the seed."""
     config: Mapping[str, Any] | None = None
 
     def healthy(self, rng: Generator, *, least_points: int = 300) -> Curves:

@@ -40,7 +40,7 @@ def judged(path: Path) -> Report:
 
 
 def serious(report: Report) -> dict[str, Finding]:
-    """Those that ask for attention."""
+    """Return the findings that need attention."""
     return {id_: one for id_, one in told(report).items() if one.level in ("warn", "fail")}
 
 
@@ -74,7 +74,7 @@ def times(key: str, factors: Any) -> Change:
 
 
 def but(**fields: Any) -> Change:
-    """Put other facts around a log."""
+    """Put different facts around a log."""
     return lambda log: replace(log, **fields)
 
 
@@ -98,7 +98,7 @@ def validated(losses: Any) -> Change:
 
 
 def sft(change: Change) -> RunLog:
-    """A healthy fine-tuning with a change."""
+    """A healthy fine-tuning run with a change."""
     return change(healthy("sft"))
 
 
@@ -119,8 +119,8 @@ def _too_short(log: RunLog) -> RunLog:
 
 
 def _held_out_collapse(log: RunLog) -> RunLog:
-    """The training reward continues to rise while that of the held-out samples is lost from epoch
-    21 on.
+    """The training reward continues to rise, while the reward of the held-out samples is lost from
+    epoch 21 on.
     """
     rewards = np.concatenate([np.linspace(-0.6, 0.2, 20), np.linspace(0.1, -0.5, 10)])
     return changed(log, **{"val/reward_mean": rewards + 0.02 * np.sin(np.arange(30))})

@@ -18,15 +18,15 @@ from trainer.tools.report.readers import read_run
 Generator = np.random.Generator
 LEAST_ONSET = 10
 ONSET_SHARE = 0.02
-"""An onset is right within so many steps, this share of the run, or one logged point of its
-metric.
+"""An onset counts as right within this number of steps, this share of the run, or one logged point
+of its metric.
 """
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`put` changes curves of the `roles` from the point `at` on; `ids`: what findings that name
-    it begin with.
+    """`put` changes the curves of `roles` from the point `at` on. `ids`: prefixes of the findings
+    that identify the fault.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Fault:
     put: Callable[[Curves, int, Generator], None]
     kinds: tuple[str, ...] = ("sft",)
     places: tuple[float, float] = (0.3, 0.75)
-    """Where in the run it may begin."""
+    """Where in the run the fault may begin."""
     has_onset: bool = True
     least_points: int = 300
 
@@ -51,15 +51,17 @@ class Outcome:
     verdict: str
     is_found: bool
     is_first: bool
-    """Whether the finding that is shown first names it."""
+    """True if the first finding identifies the fault."""
     is_placed: bool | None
-    """Whether the first finding that names it has its onset; None where it has none."""
+    """True if the first finding that identifies the fault has its onset; None if no finding
+    identifies it.
+    """
     told: tuple[str, ...]
-    """What was told besides, warn or worse."""
+    """Other findings with level warn or worse."""
 
 
 def _since(curves: Curves, at: int) -> np.ndarray:
-    """Points since `at`, as a share of those that are left; 0 before."""
+    """Return the points since `at`, as a share of the remaining points; 0 before."""
     index = np.arange(len(curves.steps))
     return (index - at).clip(0) / max(len(index) - 1 - at, 1)
 
@@ -169,7 +171,7 @@ def _raise_rate(curves, at, rng):
 
 
 def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
-    """A result falls back to where it began, or below, within a short time."""
+    """A result falls back to its start, or below, within a short time."""
 
     def put(curves, at, rng):
         values = curves.columns[role]
@@ -263,7 +265,9 @@ HEALTHY = "none"
 
 
 UNUSED_NUMBER = 3
-"""No family draws with it: the others keep the logs that the committed rates were measured with."""
+"""No family draws with this generator, so the other families keep the logs with which the committed
+rates were measured.
+"""
 
 
 def faults_of(family: Family) -> tuple[Fault, ...]:
@@ -275,9 +279,7 @@ def faults_of(family: Family) -> tuple[Fault, ...]:
 
 
 def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
-    """A healthy log, with the fault put in, written, read and judged; equal seeds give equal
-    logs.
-    """
+    """Inject the fault into a healthy log, write, read and judge it. Equal seeds give equal logs."""
     place = FAMILIES.index(family)
     number = place + (place >= UNUSED_NUMBER)
     rng = np.random.default_rng([seed, number, FAULTS.index(fault) if fault else len(FAULTS)])

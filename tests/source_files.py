@@ -1,5 +1,5 @@
-"""Two small sources for tests: chats, and questions with answers that have a chat template of
-their own.
+"""Two small sources for tests: chats, and questions with answers, which have a separate chat
+template.
 """
 
 import json

@@ -93,7 +93,7 @@ def marks(entry: dict[str, Any]) -> dict[str, bool]:
 
 
 def faults(entry: dict[str, Any]) -> list[str]:
-    """Why a family is not all that the table promises. A refusal is as promised."""
+    """Return why a family does not fulfil the table's promises. A refusal is as promised."""
     if "failed" in entry:
         return [f"failed: {entry['failed']}"]
     if entry["how"] == REFUSED:

@@ -1,6 +1,4 @@
-"""How much of a long sweep runs: a sample that is always the same, or all of it with `pytest
---full`.
-"""
+"""How much of a long sweep runs: a constant sample, or everything with `pytest --full`."""
 
 import os
 import random
@@ -9,9 +7,7 @@ from typing import TypeVar
 
 SEED = 1
 FULL = "SFT_FULL_SWEEPS"
-"""Set by conftest.py where the command line says `--full`: in the environment, so that ranks
-know it too.
-"""
+"""conftest.py sets this for `--full`, in the environment so that ranks see it too."""
 Value = TypeVar("Value")
 
 
@@ -20,7 +16,7 @@ def is_full() -> bool:
 
 
 def some(points: Iterable[Value], number: int) -> list[Value]:
-    """`number` of the points in their order, drawn by `SEED`; all of them with `--full`."""
+    """Return `number` of the points in their order, drawn by `SEED`, or all of them with `--full`."""
     points = list(points)
     if is_full() or number >= len(points):
         return points

@@ -58,14 +58,16 @@ class OneSource:
         return rows
 
     def require_unchanged(self) -> None:
-        """No file is behind them."""
+        """These samples have no file."""
 
     def counts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.lengths[ids], self.num_loss_tokens[ids]
 
 
 class ToySamples(OneSource):
-    """Random conversations of 2 to 40 tokens; about half the tokens supervised, at least one."""
+    """Random conversations of 2 to 40 tokens. About half of the tokens are supervised, at least one
+    per conversation.
+    """
 
     def __init__(
         self, num_samples: int = 24, seed: int = 0, *, shares: tuple[Share, ...] = ()
@@ -206,7 +208,7 @@ class Recorder:
 
 
 def no_checkpoints() -> Mock:
-    """A manager that saves nothing and asks for nothing."""
+    """A manager that saves and requests nothing."""
     answers = {"is_save_due": False, "take_metrics": {}, "decide_rollback": None}
     return Mock(**{f"{name}.return_value": answer for name, answer in answers.items()})
 
@@ -298,7 +300,7 @@ def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that do not have the same bits, or that one side lacks."""
+    """Return the names of tensors that differ in a bit or that one side lacks."""
     both = ours.keys() & theirs.keys()
     unequal = {
         name

@@ -45,14 +45,14 @@ from trainer.train.run import Run
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8
 TOLD: list[tuple[str, int, str]] = []
-"""What became of the saves of this rank: kind, step, message."""
+"""The results of this rank's saves: kind, step, message."""
 TRACE = "trace.jsonl"
 TRACED = ("train/loss", "train/grad_norm", "train/lr(1e-3)")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a toy run; `seed` is that of the samples."""
+    """The settings of a toy run. `seed` determines the samples."""
 
     total_steps: int = 6
     save_freq: int = 2
@@ -80,7 +80,7 @@ class Result:
 
 
 class StopsAfter(StopRequest):
-    """Asks for a stop in the step of this number; each step looks once."""
+    """Requests a stop in the step with this number. Each step checks once."""
 
     def __init__(self, num_steps: int) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def run(
     stop: StopRequest | None = None,
     **changes,
 ) -> Result:
-    """Train from wherever `run_dir` stands to the end of the recipe."""
+    """Train from the current state of `run_dir` to the end of the recipe."""
     samples = changes.pop("samples", None) or ToySamples(seed=recipe.seed)
     config = trainer_config(run_dir, recipe)
     start = begin(config, fingerprints(recipe), world, total_steps=recipe.total_steps)
@@ -242,7 +242,7 @@ def run(
 
 
 def begun(run_dir: Path, target: Path, step: int) -> Path:
-    """The checkpoints as they were after this step, in `target`: later ones are not there."""
+    """Copy the checkpoints as they were after this step to `target`, without later ones."""
     for info in layout.checkpoints(run_dir):
         if info.step <= step:
             shutil.copytree(info.path, target / info.path.name)
@@ -260,7 +260,9 @@ def moments_of(parts: Run) -> dict[str, torch.Tensor]:
 
 
 class Tracer(Recorder):
-    """Appends a line per step to a file: exact loss, norm, rate; a digest of this rank's state."""
+    """Appends a line per step to a file: exact loss, norm and rate, and a digest of this rank's
+    state.
+    """
 
     def __init__(self, path: Path, parts: Run) -> None:
         super().__init__()
@@ -284,7 +286,7 @@ class Tracer(Recorder):
 
 
 def read_trace(run_dir: Path) -> list[dict[str, Any]]:
-    """Whole lines only: the last may be torn by a kill."""
+    """Return complete lines only, because a kill may tear the last one."""
     path = run_dir / TRACE
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]

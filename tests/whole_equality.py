@@ -1,6 +1,4 @@
-"""Compares two finished runs: steps, validations and checkpoints, and everything else that a user
-finds.
-"""
+"""Compares two finished runs: steps, validations, checkpoints, and all other user-visible results."""
 
 import csv
 from collections.abc import Callable
@@ -16,9 +14,9 @@ from trainer.tools.verify.equality import Comparison
 from trainer.tracking import events_file, histories
 
 TIMED = "seconds"
-"""The column of the histories that no two runs share."""
+"""The column of the histories that differs in every run."""
 OUTSIDE = (mirror.STATE, READING_PREFIX)
-"""Beginnings of the names of files that are written after the end."""
+"""Prefixes of the names of files that are written after the end."""
 
 
 def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
@@ -45,7 +43,7 @@ def _others(run_dir: Path) -> str:
 
 
 def logged_exit_code(run_dir: Path) -> int | None:
-    """Return the exit code of the last attempt in its events; None of one that has no end."""
+    """Return the exit code of the last attempt in its events; None if the attempt has no end."""
     events = events_file.read_events(run_dir / events_file.FILE_NAME)
     return next(
         (event.get("exit_code") for event in events[::-1] if event["kind"] in ("start", "end")),

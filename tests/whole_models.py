@@ -1,5 +1,5 @@
-"""Tiny checkpoints of several parts, as transformers writes them: random weights, none of which
-has a neutral value.
+"""Tiny checkpoints with several parts, as transformers writes them: random weights, without neutral
+values.
 """
 
 from pathlib import Path
@@ -57,13 +57,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "llama4": {"text_config": _text("llama4_text"), "vision_config": {**_IMAGE, **_PROJECTED}},
 }
 EXTRA = "mtp.fc.weight"
-"""Of no class of transformers: checkpoints hold such tensors for other programs."""
+"""These tensors belong to no class of transformers: checkpoints hold them for other programs."""
 
 
 def write_whole_model(
     path: Path, model_type: str, *, has_extra: bool = True, **changes
 ) -> ModelSource:
-    """The text part in float32; half of what passes through in bfloat16, as in mixed
+    """The text part is in float32, and half of the untrained tensors are in bfloat16, as in mixed
     checkpoints.
     """
     torch.manual_seed(0)

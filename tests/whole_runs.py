@@ -1,8 +1,7 @@
-"""Whole runs of the real command on forked ranks: what `run_sft.sh` does, without the time to
-import torch.
+"""Whole runs of the real command on forked ranks, like `run_sft.sh` but without importing torch.
 
-The ranks are children of a server that has imported torch once. What torchrun's agent does, this
-file does: a rank that leaves with another code than 0 ends the others.
+The ranks are children of a server that has imported torch once. This file does the work of
+torchrun's agent: a rank that exits with a code other than 0 ends the others.
 """
 
 import json
@@ -31,8 +30,8 @@ POLL_S = 0.002
 
 
 def tiny_model(root: Path) -> tuple[str, ...]:
-    """Words for a run of the quickstart's samples with a model of one small layer; `root` holds
-    it and the cache.
+    """Return overrides for a run on the quickstart's samples with a model of one small layer.
+    `root` holds the model and the cache.
     """
     if not (root / "model").exists():
         shutil.copytree(MODEL_DIR, root / "model")
@@ -71,8 +70,8 @@ class Attempt:
     codes: dict[int, int] = field(default_factory=dict)
 
     def send(self, number: int, *ranks: int) -> None:
-        """To some ranks, or to all as the launcher does with a request to stop; nobody is told
-        of a SIGKILL.
+        """Signal some ranks, or all of them like the launcher's stop request. SIGKILL is not
+        announced to anyone.
         """
         self.was_signalled |= number != signal.SIGKILL
         for rank in ranks or range(len(self.ranks)):
@@ -81,11 +80,11 @@ class Attempt:
 
     @property
     def can_be_signalled(self) -> bool:
-        """Return whether every rank has registered. The launcher sends signals only after that."""
+        """Return True if every rank has registered. The launcher sends signals only after that."""
         return len(self.status.beats()) == len(self.ranks)
 
     def is_over(self) -> bool:
-        """Return whether all ranks are gone; do the agent's part meanwhile."""
+        """Return True if all ranks are gone. Does the agent's work in the meantime."""
         alive = [process for process in self.ranks if process.is_alive()]
         now = time.monotonic()
         if self.failed_at is None and any(process.exitcode for process in self.ranks):
@@ -98,7 +97,7 @@ class Attempt:
         return not alive
 
     def wait(self, timeout_s: float) -> int | None:
-        """The exit code of the run; None if it is not over in time."""
+        """Return the exit code of the run; None if it does not end in time."""
         deadline = time.monotonic() + timeout_s
         while not self.is_over():
             if time.monotonic() > deadline:
@@ -110,7 +109,7 @@ class Attempt:
         )
 
     def stacks(self) -> str:
-        """Return the stacks of all ranks that are alive, as the watchdog asks for them."""
+        """Return the stacks of all living ranks, as the watchdog requests them."""
         for process in self.ranks:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR2)  # type: ignore[arg-type]
@@ -129,7 +128,7 @@ class Attempt:
 def started(
     num_ranks: int, *words: str, log: Path, before: Callable[[], None] | None = None
 ) -> Iterator[Attempt]:
-    """Gone at the end of the block. `before` is called in every rank ahead of all else."""
+    """Start a run that ends with the block. `before` is called first in every rank."""
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
     with new_status(num_ranks) as status:
@@ -181,7 +180,7 @@ def run(
     before: Callable[[], None] | None = None,
     timeout_s: float = 180.0,
 ) -> tuple[int | None, str]:
-    """(exit code, output) of one start."""
+    """Return (exit code, output) of one start."""
     with started(num_ranks, *words, log=log, before=before) as attempt:
         return attempt.wait(timeout_s), attempt.output
 
@@ -194,7 +193,9 @@ def train(
     before: Callable[[], None] | None = None,
     timeout_s: float = 180.0,
 ) -> str:
-    """Start a run in `run_dir` and return its output. It must end with `code`; None: killed."""
+    """Start a run in `run_dir` and return its output. It must end with `code`; None means that it
+    is killed.
+    """
     words = (*words, f"trainer.default_local_dir={run_dir}")
     log = run_dir.with_suffix(".log")
     found, output = run(num_ranks, *words, log=log, before=before, timeout_s=timeout_s)
@@ -203,7 +204,7 @@ def train(
 
 
 def curve(run_dir: Path, key: str = "train/loss") -> dict[int, float]:
-    """{step: value}, from the newest attempt of each step; empty before the first step."""
+    """Return {step: value} from the newest attempt of each step; empty before the first step."""
     path = run_dir / "metrics.jsonl"
     rows = read_metrics(path) if path.exists() else []
     return {int(row["step"]): row[key] for row in rows if key in row}
@@ -214,7 +215,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def before_steps(act: Callable[[Any, int], None]) -> None:
-    """In this process: call `act(run, step)` before each step, counted from 1."""
+    """In this process, call `act(run, step)` before each step, counted from 1."""
     from trainer.train import fit
 
     whole = fit.training_step
@@ -227,8 +228,8 @@ def before_steps(act: Callable[[Any, int], None]) -> None:
 
 
 def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
-    """In this process: the signal comes within the step; before a SIGKILL the saves of earlier
-    steps are made whole.
+    """In this process, send the signal within the step. Before a SIGKILL, the saves of earlier
+    steps are completed.
     """
 
     def stop(run, at: int) -> None:

@@ -22,7 +22,7 @@ __all__ = ["ConfigError", "RunDirectory", "TrainingError", "load_config", "read_
 
 
 class TrainingError(RuntimeError):
-    """A run ended with an exit code other than 0. The codes are those of the command line."""
+    """A run ended with an exit code other than 0 (the exit codes of the command line)."""
 
     def __init__(self, run_dir: Path, exit_code: int) -> None:
         super().__init__(f"the run in {run_dir} ended with exit code {exit_code}; see its output")
@@ -37,8 +37,7 @@ class RunDirectory:
     directory: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return a row for each logged step, without the steps that were undone by resuming or rolling
-        back.
+        """Return a row for each logged step, except for steps that a resume or rollback undid.
 
         Training and validation have separate rows.
         """

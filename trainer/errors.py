@@ -24,4 +24,6 @@ class CannotWriteError(OSError):
 
 
 class ResumableError(RuntimeError):
-    """The run cannot continue. The same command continues from its last checkpoint. Exit code 75."""
+    """The run cannot continue, but rerunning the command resumes it from its last checkpoint. Exit
+    code 75.
+    """

@@ -1,8 +1,8 @@
 """A bare loop: transformers' model, one SDPA call per document, the head on supervised tokens only,
-fused AdamW.
+and fused AdamW.
 
-With `--dtype bfloat16` parameters and optimizer state are bfloat16 too: the least work a loop can
-do. One process.
+With `--dtype bfloat16`, parameters and optimizer state are bfloat16 too, which is the least work
+that a loop can do. It runs in one process.
 """
 
 import numpy as np

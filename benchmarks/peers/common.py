@@ -1,5 +1,7 @@
-"""Shared by the scripts of all peers: arguments, the samples of the case, and the rows they report.
-Imports nothing of ours.
+"""Shared by the scripts of all peers: arguments, the samples of the case, and the rows that they
+report.
+
+Imports none of our code.
 """
 
 import argparse
@@ -36,9 +38,7 @@ def arguments() -> argparse.Namespace:
 
 
 def read_samples(case: Path, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The first `count` samples in the order of training: (token ids, which of them are
-    supervised).
-    """
+    """Return the first `count` samples in training order: (token ids, mask of the supervised ones)."""
     data = np.load(case / "samples.npz")
     bounds = data["offsets"][: count + 1]
     ids = data["input_ids"]
@@ -47,7 +47,7 @@ def read_samples(case: Path, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 class Report:
-    """One JSON line per optimizer step with the time at which it ended (Unix seconds)."""
+    """Print one JSON line per optimizer step with the time at which it ended (Unix seconds)."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w")

@@ -1,8 +1,8 @@
-"""Trains the case in TRL's SFTTrainer, or with `--option plain` in transformers' own Trainer.
+"""Trains the case with TRL's SFTTrainer or, with `--option plain`, with transformers' own Trainer.
 
-`--option compile` switches torch.compile on, `--option recompute` gradient checkpointing. Packing
-is not among them: without the flash-attn package TRL packs with a mask that lets documents see each
-other, which is other work.
+`--option compile` enables torch.compile, and `--option recompute` gradient checkpointing. There is
+no option for packing: without the flash-attn package, TRL packs with a mask that does not separate
+documents, so the work would differ.
 """
 
 import os
@@ -25,7 +25,7 @@ from trl import SFTConfig, SFTTrainer
 
 
 class StepReport(TrainerCallback):
-    """Token counts come from the case; the loss is the one the trainer logs."""
+    """Token counts come from the case; the loss is the one that the trainer logs."""
 
     def __init__(self, report: Report, num_tokens: list[int]) -> None:
         self.report = report

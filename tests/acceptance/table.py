@@ -1,7 +1,7 @@
-"""The acceptance list, lines.txt, and the marks by which tests say which of its lines they show.
+"""The acceptance list, lines.txt, and the marks with which tests declare the lines that they cover.
 
-`@pytest.mark.covers("S2.21 S2.25:C")` shows the whole line S2.21, and of S2.25 what its mark C
-asks for.
+`@pytest.mark.covers("S2.21 S2.25:C")` covers the whole line S2.21, and the part C of the line
+S2.25.
 """
 
 import re
@@ -11,7 +11,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def all_lines() -> dict[str, list[str]]:
-    """{id of a line: its marks, such as C and R}"""
+    """{id of a line: its parts, such as C and R}"""
     text = (TESTS / "acceptance/lines.txt").read_text(encoding="utf-8")
     return {name: marks.split("+") for name, marks in re.findall(r"^(S[\d.]+) +(\S+)", text, re.M)}
 

@@ -1,4 +1,4 @@
-"""Every line of the acceptance list is shown by a test, and every mark of a test names a line."""
+"""Every line of the acceptance list is covered by a test, and every mark of a test names a line."""
 
 from table import all_covers, all_lines
 

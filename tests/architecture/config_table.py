@@ -25,21 +25,21 @@ PAGE = REPOSITORY / "docs/config.md"
 SCHEMA = REPOSITORY / "conf/sft.schema.json"
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
-"""Every key may refer to another one: `${trainer.seed}`."""
+"""Every key may refer to another key: `${trainer.seed}`."""
 TABLES = {"configuration": Config, "sources": SourceConfig, "groups": OptimGroup}
-"""What stands between `<!-- NAME: start -->` and `<!-- NAME: end -->`: the keys of a class."""
+"""The text between `<!-- NAME: start -->` and `<!-- NAME: end -->`: the keys of a class."""
 HEAD = """\
 # Every key, with its default. Override on the command line: bash run_sft.sh 8 data.max_length=4096 optim.lr=2e-5
 # experiment=NAME loads conf/experiment/NAME.yaml over this file.
 """
 COLUMN = 33
 WIDTH = 120
-"""Where a comment starts, and where a line ends."""
+"""The columns at which a comment starts and a line ends."""
 _NAMED = re.compile(r"(?<![\w/.])(?:data|model|optim|trainer)\.[a-z][a-z0-9_.]*[a-z]")
 
 
 def written(own: "Field[Any]") -> str:
-    """The default, as in YAML, on one line."""
+    """Return the default as YAML on one line."""
     value = own.default if own.default_factory is MISSING else own.default_factory()
     if value is MISSING:
         return "required"
@@ -51,7 +51,7 @@ def written(own: "Field[Any]") -> str:
 
 
 def sheet() -> str:
-    """The text of conf/sft.yaml."""
+    """Return the text of conf/sft.yaml."""
     groups = ("\n".join(_lines(own.type, name, depth=0)) for name, own in declared(Config).items())
     return "\n\n".join([HEAD.rstrip(), *groups]) + "\n"
 
@@ -105,7 +105,7 @@ def _kinds_of(hint, allowed: list[str]) -> list[dict[str, Any]]:
 
 
 def _commented(text: str, meaning: str) -> Iterator[str]:
-    """A line with its comment behind it, which goes on in lines of its own."""
+    """Return a line followed by its comment, which continues on separate lines if necessary."""
     start = max(COLUMN, len(text) + 1)
     first, *more = textwrap.wrap(
         meaning, WIDTH - start - 2, break_long_words=False, break_on_hyphens=False
@@ -122,7 +122,7 @@ def _as_comment(docstring: str) -> str:
 
 
 def table(cls: type) -> str:
-    """The keys as a Markdown table."""
+    """Return the keys as a Markdown table."""
     rows = [
         f"| `{dotted}` | `{_in_table(written(own))}` | {_in_table(own.metadata['meaning'])} |"
         for dotted, own in keys_of(cls).items()
@@ -131,14 +131,14 @@ def table(cls: type) -> str:
 
 
 def _in_table(text: str) -> str:
-    """Escape the character that separates cells; Markdown takes the backslash away again, in
-    code too.
+    """Escape the character that separates cells. Markdown removes the backslash again, even in
+    code.
     """
     return text.replace("|", r"\|")
 
 
 def with_tables(page: str) -> str:
-    """The page with the tables between their marks written again."""
+    """Return the page with new tables between the markers."""
     for name, cls in TABLES.items():
         start = f"<!-- {name}: start -->"
         end = f"<!-- {name}: end -->"
@@ -149,9 +149,7 @@ def with_tables(page: str) -> str:
 
 
 def keys_named_in(markdown: str) -> set[str]:
-    """Every `section.key` a text mentions, but for what is only the name of a module; two are
-    files.
-    """
+    """Return every `section.key` in a text, except for names of modules; two of them are files."""
     keys = keys_of(Config)
     return {name for name in _NAMED.findall(markdown) if name in keys or not _is_module(name)} - {
         "data.pt",

@@ -1,6 +1,4 @@
-"""docs/metrics.md, made from the table of metrics: `python tests/architecture/metrics_page.py`
-writes it.
-"""
+"""Generates docs/metrics.md from the table of metrics: `python tests/architecture/metrics_page.py`."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""The rules of the architecture test, as functions from source text to findings (`file:line: what
-is wrong`).
+"""The rules of the architecture test, as functions from source text to findings (`file:line:
+problem`).
 """
 
 import ast
@@ -8,9 +8,9 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 CORE = "errors config runtime tracking quickstart data model optim checkpoint train"
-"""Packages of the core, from the ground up: each imports only those before it."""
+"""Packages of the core, from the bottom up: each imports only earlier ones."""
 ENTRIES = "__main__ api cli launch tools"
-"""Packages on top of the core. They may import each other, within the rule of the tools."""
+"""Packages on top of the core. They may import each other, subject to the rule for tools."""
 FLOORS = {name: floor for floor, name in enumerate(CORE.split())}
 FLOORS |= dict.fromkeys(ENTRIES.split(), len(FLOORS)) | {"trainer": 0}
 TOOLS = {
@@ -20,8 +20,8 @@ TOOLS = {
     "report": "checkpoint config errors runtime tracking train.detection",
     "verify": "checkpoint config data errors launch model runtime tracking train.start",
 }
-"""Each tool, and the packages it may import besides itself: readers of the files of a run, and what
-the tool measures.
+"""Each tool, and the packages that it may import in addition to itself: readers of a run's files,
+and what it measures.
 """
 SYNC_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero")
 PICKLE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve")
@@ -32,13 +32,15 @@ Sources = dict[str, str]
 
 
 def floor_of(module: str) -> int:
-    """Raise `KeyError` for a package that has no floor yet: docs/architecture.md names the floors."""
+    """Raise `KeyError` for a package that has no level yet. docs/architecture.md names the levels."""
     _, _, inner = module.partition(".")
     return FLOORS[inner.split(".")[0] or "trainer"]
 
 
 def module_name(relative_path: str) -> str:
-    """`trainer/data/rows.py` -> `trainer.data.rows`; a package's `__init__.py` is the package."""
+    """Return the module name of a file: `trainer/data/rows.py` -> `trainer.data.rows`. The
+    `__init__.py` of a package is the package.
+    """
     return relative_path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
@@ -48,9 +50,10 @@ def tree_of(source: str) -> ast.Module:
 
 
 def imports_of(module: str, source: str, known: Iterable[str]) -> list[tuple[str, int]]:
-    """(target, line) of every import of a file, inside functions too; `from package import name`
-    means `package.name` where that is one of the `known` modules. Implied imports of parent
-    packages do not count.
+    """Yield (target, line) of every import in a file, even inside functions.
+
+    `from package import name` means `package.name` if that is one of the `known` modules. Implied
+    imports of parent packages do not count.
     """
     names = set(known)
     nodes = ast.walk(tree_of(source))
@@ -70,8 +73,8 @@ def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
 
 
 def wrong_imports(sources: Sources) -> list[str]:
-    """Imports of a package on a higher floor, of a tool from outside of `cli/`, and imports of a
-    tool that its list does not name.
+    """Return imports of a package on a higher level, imports of a tool from outside `cli/`, and
+    imports of a tool that its list does not contain.
     """
     found = []
     for module, source in sources.items():
@@ -98,7 +101,7 @@ def _tool_of(module: str) -> str | None:
 
 
 def import_cycle(sources: Sources) -> list[str]:
-    """A cycle between files, empty where there is none."""
+    """Return a cycle between files; empty if there is none."""
     graph = {
         module: {target for target, _ in imports_of(module, source, sources)} & sources.keys()
         for module, source in sources.items()
@@ -111,7 +114,7 @@ def import_cycle(sources: Sources) -> list[str]:
 
 
 def device_waits(source: str) -> list[tuple[str, int]]:
-    """(qualified function, line) of every call that makes the host wait for the device."""
+    """Yield (qualified function, line) of every call that makes the host wait for the device."""
     return [
         (owner, node.lineno)
         for owner, node in _with_owner(tree_of(source))
@@ -133,7 +136,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _with_owner(tree: ast.AST, owner: str = "<module>") -> Iterator[tuple[str, ast.AST]]:
-    """Every node with the outermost function or the method it stands in."""
+    """Yield every node with the outermost function or method that contains it."""
     for child in ast.iter_child_nodes(tree):
         inner = owner
         if isinstance(child, _SCOPES) and (
@@ -145,7 +148,7 @@ def _with_owner(tree: ast.AST, owner: str = "<module>") -> Iterator[tuple[str, a
 
 
 def unsafe_loads(name: str, source: str) -> list[str]:
-    """Calls that would run what a file says: pickles, and code that comes with a model."""
+    """Yield calls that would run code from a file: pickles, and code that comes with a model."""
     found = []
     for node in ast.walk(tree_of(source)):
         if reason := _unsafe(node):
@@ -172,7 +175,8 @@ def _unsafe(node: ast.AST) -> str | None:
 
 
 def attributes_read(source: str) -> set[str]:
-    """`owner.name` for every attribute that is read, with the last part of the owner:
+    """Yield `owner.name` for every attribute that is read, with the last part of the owner.
+
     `self.config.data.lr` gives `self.config`, `config.data` and `data.lr`.
     """
     return {

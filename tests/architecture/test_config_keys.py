@@ -1,6 +1,4 @@
-"""conf/sft.yaml and the documentation say what the schema declares, and the code reads every
-key.
-"""
+"""conf/sft.yaml and the documentation match the schema, and the code reads every key."""
 
 import json
 
@@ -25,7 +23,7 @@ from trainer.config import Config, keys_of
 README = REPOSITORY / "README.md"
 PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(PAGE.parent.glob("*.md"))]
 OWNER_NAMES = {"fsdp_config": ("fsdp",)}
-"""Names that code gives to a section besides its own."""
+"""Other names that code uses for a section."""
 
 
 REWRITE = "run: python tests/architecture/config_table.py"
@@ -46,7 +44,7 @@ def test_recipes_of_the_package_follow_the_json_schema():
 
 
 def test_no_key_is_dead():
-    """No source reads a dead key as `<section>.<key>` or `config.<key>`."""
+    """No source reads a removed key as `<section>.<key>` or `config.<key>`."""
     files = python_files()
     del files["trainer/config/schema.py"]
     read = {attribute for text in files.values() for attribute in rules.attributes_read(text)}

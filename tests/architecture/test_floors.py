@@ -1,5 +1,5 @@
-"""Floors (docs/architecture.md) and waits: each check runs over the tree, and what it must
-catch.
+"""Levels of packages (docs/architecture.md) and waits for the device. Each check runs over the
+tree, and over an example that it must reject.
 """
 
 import os
@@ -71,7 +71,7 @@ ALLOWED_LOADS = {
 
 
 def python_files() -> dict[str, str]:
-    """Path relative to the repository -> source text, of the trainer."""
+    """The trainer's source texts by path, relative to the repository."""
     paths = sorted((REPOSITORY / "trainer").rglob("*.py"))
     return {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8") for path in paths}
 
@@ -135,7 +135,7 @@ def test_nothing_loads_what_could_run_code():
 def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(
     sources,
 ):
-    """`TOKEN_MODULES` are `prepare` and all that it imports of its package, directly or
+    """`TOKEN_MODULES` are `prepare` and all modules of its package that it imports, directly or
     not.
     """
     package = "trainer.data."

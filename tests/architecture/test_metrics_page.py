@@ -1,4 +1,4 @@
-"""docs/metrics.md says what the table of metrics says."""
+"""docs/metrics.md matches the table of metrics."""
 
 import pytest
 from metrics_page import page as written

@@ -1,6 +1,7 @@
-"""Private parts of torch, torchdata and transformers that the code uses: a new version may move them.
+"""Private parts of torch, torchdata and transformers that the code uses, and that a new version may
+move.
 
-`PRIVATE` says of each why it is used, and names a test that fails when it moves.
+`PRIVATE` states for each why it is used, and names a test that fails when it moves.
 """
 
 import ast

@@ -1,4 +1,6 @@
-"""Case 25, background saves: they hold the state of their step, one at a time, and no error is lost."""
+"""Case 25, background saves: they hold the state of their step, run one at a time, and lose no
+error.
+"""
 
 import threading
 import time
@@ -27,9 +29,9 @@ GIVEN_UP_S = 20.0
 
 
 def checkpoint_differences(one: Path, other: Path) -> list[str]:
-    """Return what differs in the listed files except durations: values, shards bit for bit.
+    """Return the differences in the listed files except durations: values, and shards bit for bit.
 
-    Pickles of equal tensors may differ in what they share.
+    Pickles of equal tensors may differ in their shared objects.
     """
     manifest = layout.inspect(one).manifest
     found = Comparison()
@@ -62,7 +64,7 @@ def before_shards(act: Callable[[], object]) -> Callable[[Operation], None]:
 
 
 class Steps:
-    """Replaces `local_square_sum`: counts the steps, and acts in each before the ranks reduce."""
+    """Replaces `local_square_sum`: counts the steps, and acts in each step before the ranks reduce."""
 
     def __init__(self, act: Callable[[int], None] = lambda step: None) -> None:
         self.num_begun = 0
@@ -128,7 +130,7 @@ def train_failing(world: World, run_dir: Path, source) -> tuple[list[int], list[
 
 
 def test_an_error_behind_training_is_counted_and_all_ranks_try_again_at_once(source, tmp_path):
-    """A failed save is known in the step after it, long before the next one is due."""
+    """A failed save is known in the next step, long before the next save is due."""
     (tries, counted), (others, _) = run_ranks(train_failing, 2, tmp_path / "run", source)
     assert tries == others == [4, 5, 6, 8, 9]
     assert counted == [(5, 1), (6, 2)]

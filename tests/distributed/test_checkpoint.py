@@ -1,4 +1,4 @@
-"""Promises 2 and 3 on ranks: a checkpoint of W ranks loads on V ranks, whole, verified, and from
+"""Promises 2 and 3 on ranks: a checkpoint of W ranks loads on V ranks, complete, verified, and from
 the right directory.
 """
 
@@ -25,7 +25,7 @@ from trainer.train.run import RateState
 
 @pytest.fixture(scope="module")
 def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
-    """An uninterrupted run on two ranks, its checkpoints of steps 2, 4, 6 kept."""
+    """An uninterrupted run on two ranks that keeps its checkpoints of steps 2, 4 and 6."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
     return run_dir, run_ranks(run, 2, run_dir, source, Recipe())[0]
 
@@ -131,7 +131,7 @@ def run_with_trouble(world, run_dir: Path, source, recipe: Recipe):
 
 
 def test_no_rollback_returns_to_another_batch_size(straight, source, tmp_path):
-    """The position in such a checkpoint refers to other steps."""
+    """The position in such a checkpoint refers to different steps."""
     run_dir = begun(straight[0], tmp_path / "run", 2)
     allowed = ("train_batch_size",)
     changed = Recipe(total_steps=18, save_freq=-1, batch_size=4, resume_allow=allowed)

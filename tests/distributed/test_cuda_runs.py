@@ -1,6 +1,6 @@
-"""Whole runs on a card: the losses of a CPU run, a bit-equal resume, and the released structures.
+"""Whole runs on a GPU: the losses of a CPU run, a bit-equal resume, and the released structures.
 
-`SFT_TEST_DEVICE=cpu` runs these tests without a card, to check the tests themselves.
+`SFT_TEST_DEVICE=cpu` runs these tests without a GPU, to check the tests themselves.
 """
 
 import os
@@ -59,12 +59,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     ),
 }
 CUDA_ONLY = ("model.compile", "model.enable_gradient_checkpointing", "model.fsdp_config")
-"""Settings that must not change a number, so the run on the CPU leaves them out."""
+"""Settings that must not change any number, so the run on the CPU omits them."""
 NUM_COMPARED = 4
 """Steps to compare in bfloat16; rounding errors grow from step to step."""
 BREAKS_TIES = ("deepseek-ai/DeepSeek-V3.2",)
-"""The indexer picks the tokens that a query sees. Its scores are often equal (here 22 of 304 picks),
-and `topk` then picks other tokens on a card than on a CPU.
+"""The indexer picks the tokens that a query sees. Its scores are often equal (here for 22 of 304
+picks), and then `topk` picks other tokens on a GPU than on a CPU.
 """
 NUM_RANKS = [
     1,
@@ -92,7 +92,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def run(root: Path, name: str, model: Path, *words: str) -> list[dict[str, float]]:
-    """Train on one rank; return the rows of its steps."""
+    """Train on one rank, and return the rows of the steps."""
     train(root / name, 1, *words_of_run(root, model), *words, timeout_s=300)
     return read_metrics(root / name / "metrics.jsonl")
 
@@ -100,7 +100,7 @@ def run(root: Path, name: str, model: Path, *words: str) -> list[dict[str, float
 def largest_difference(
     left: list[dict[str, float]], right: list[dict[str, float]], key: str
 ) -> float:
-    """Relative, over the first steps."""
+    """Return the relative difference over the first steps."""
     ours, theirs = ([row[key] for row in rows[:NUM_COMPARED]] for rows in (left, right))
     return relative(ours, theirs)
 
@@ -117,7 +117,7 @@ def assert_equal_in_float32(root: Path, model: Path, *words: str) -> None:
 def test_a_run_on_a_card_resumes_bit_for_bit_and_computes_what_a_cpu_does(
     tmp_path, model, setting, num_ranks
 ):
-    """The CPU computes in float32; the card rounds to bfloat16."""
+    """The CPU computes in float32; the GPU rounds to bfloat16."""
     write_samples(tmp_path / "samples.jsonl")
     words = SETTINGS[setting]
     assert interrupted_run(tmp_path, model, *ON_CARD, *words, num_ranks=num_ranks) == []
@@ -174,7 +174,9 @@ def test_an_export_is_proven_on_the_card(tmp_path, model, words):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_released_structure_trains_on_a_card_as_on_a_cpu(tmp_path, name):
-    """Also in bfloat16, where the self-check compares its kernels with those of transformers."""
+    """This also holds in bfloat16, where the self-check compares its kernels with those of
+    transformers.
+    """
     write_replica(tmp_path, CHECKPOINTS[name])
     write_samples(tmp_path / "samples.jsonl")
     on_card = run(tmp_path, "on_card", tmp_path / "model", *ON_CARD, IN_FLOAT32)

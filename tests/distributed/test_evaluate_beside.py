@@ -1,4 +1,4 @@
-"""`evaluate` during a run that rotates its checkpoints does not change a bit of the run."""
+"""`evaluate` does not change a bit of a run that rotates its checkpoints meanwhile."""
 
 import os
 import signal

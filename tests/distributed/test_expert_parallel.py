@@ -1,4 +1,4 @@
-"""Ranks that hold whole experts train, save and export what ranks that gather them do."""
+"""Ranks that hold whole experts train, save and export the same as ranks that gather all experts."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from trainer.runtime.distributed import World
 
 RECIPE = Recipe(total_steps=4)
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
-"""Fused experts; transposed ones with biases; layers with and without experts; experts apart in files."""
+"""Families with fused experts; transposed experts with biases; layers with and without experts;
+experts stored separately.
+"""
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "frozen experts": {"freeze": ["experts"]},
@@ -40,7 +42,7 @@ def source(tmp_path_factory):
 
 
 def checked(world: World, root: Path) -> dict[str, tuple[float, ...]]:
-    """Differences from transformers' own forward and backward pass, by family."""
+    """Return the differences from transformers' own forward and backward pass, by family."""
     found = {}
     for family in FAMILIES:
         source = ModelSource(str(root / family), random_weights=False)
@@ -82,7 +84,9 @@ def test_any_optimizer_dtype_and_choice_of_parameters_is_trained_alike(source):
     [((2, 2), (2, 2)), ((1, 1), (2, 2)), ((4, 4), (4, 2)), ((4, 2), (2, 1))],
 )
 def test_a_checkpoint_does_not_depend_on_the_size(source, tmp_path, first, then):
-    """`first` and `then`: numbers of ranks and of ranks that hold all experts."""
+    """`first` and `then`: the number of ranks, and the number of ranks that together hold all
+    experts.
+    """
     whole = tmp_path / "whole"
     resumed = tmp_path / "resumed"
     expected = run_ranks(run, first[0], whole, source, RECIPE, expert_size=first[1])[0]

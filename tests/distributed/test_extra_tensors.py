@@ -1,5 +1,5 @@
-"""A text model's files may hold further tensors, for example for multi-token prediction:
-exports carry them.
+"""The files of a text model may hold additional tensors, for example for multi-token prediction.
+Exports include them.
 """
 
 from pathlib import Path
@@ -27,8 +27,8 @@ EXTRA: dict[str, tuple[str, ...]] = {
         "model.layers.2.embed_tokens.weight",
     ),
 }
-"""{family: names as its released checkpoints have them}; the whole qwen3_5 is in
-test_whole_models.py.
+"""{family: tensor names in its released checkpoints}. test_whole_models.py covers the whole
+qwen3_5.
 """
 
 

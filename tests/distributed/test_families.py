@@ -1,7 +1,7 @@
-"""A family of a kind of model: killed with SIGKILL in a step and started again, it is bit for bit
-as in one go.
+"""A model killed with SIGKILL in a step and restarted equals an uninterrupted run bit for bit.
 
-Of every kind with `pytest --full`; of all families in `python tests/support_table.py`.
+This tests one family of each kind with `pytest --full`; `python tests/support_table.py` tests all
+families.
 """
 
 import pytest

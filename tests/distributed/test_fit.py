@@ -1,4 +1,4 @@
-"""Tests of the work around a run's steps: random numbers, signs of life, validation, and the end."""
+"""Tests of the work around a run's steps: random numbers, heartbeats, validation, and the end."""
 
 from unittest.mock import Mock
 

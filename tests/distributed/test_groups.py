@@ -1,4 +1,4 @@
-"""Process groups of a run: all have the time limit of the configuration, whatever the mesh."""
+"""Process groups of a run: all of them have the configured time limit, for any mesh."""
 
 import pytest
 import torch
@@ -45,11 +45,13 @@ def through_nothing(world: World) -> str:
 
 def test_a_connection_that_adds_nothing_up_is_refused():
     found = run_ranks(through_nothing, 2)
-    said = "a sum of 1 over 2 ranks gave 1: their connection corrupts data"
+    said = "a sum of 1 over 2 ranks returned 1: the connection between them corrupts data"
     assert len(found) == 2 and all(text.startswith(said) for text in found)
 
 
 def test_two_ranks_on_one_card_are_refused():
     shared, own = zip(*run_ranks(refused, 2, ["GPU-7", "GPU-7"], ["GPU-7", "GPU-8"]), strict=True)
-    assert all("2 ranks use the same card of" in text and "GPU-7" in text for text in shared)
+    assert all(
+        "2 ranks on" in text and "use the same GPU" in text and "GPU-7" in text for text in shared
+    )
     assert own == ("met", "met")

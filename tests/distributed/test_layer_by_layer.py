@@ -1,7 +1,7 @@
-"""A model whose experts are stored one by one and computed as one tensor is never whole in a rank's
-memory.
+"""A model whose experts are stored one by one and computed as one tensor is never completely in a
+rank's memory.
 
-The kernel enforces the bound: memory beyond it is not given (RLIMIT_DATA).
+The kernel enforces the bound: it refuses memory beyond it (RLIMIT_DATA).
 """
 
 import ctypes
@@ -31,12 +31,12 @@ EXPERTS = {
     "hidden_size": 256,
 }
 NOISE_BYTES = 3 << 20
-"""What Python and gloo take meanwhile, measured at less than 2 MiB."""
+"""Memory that Python and gloo take in the meantime, measured at less than 2 MiB."""
 M_MMAP_THRESHOLD = -3
 
 
 def bounded(extra_bytes: int) -> None:
-    """From here on this process gets no more than so much private memory beside what it has."""
+    """Limit the additional private memory of this process from here on."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     limit = int(status["VmData"].split()[0]) * 1024 + extra_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))

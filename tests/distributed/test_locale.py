@@ -1,5 +1,5 @@
-"""A run in a Latin-1 locale: it trains the tokens that it trains in a UTF-8 locale, and prints
-without a traceback.
+"""A run in a Latin-1 locale trains the same tokens as in a UTF-8 locale, and prints without a
+traceback.
 """
 
 import os

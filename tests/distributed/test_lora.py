@@ -1,7 +1,7 @@
-"""LoRA and frozen parameters in whole runs: any number of ranks, kills, another base, what
-huggingface/ holds.
+"""LoRA and frozen parameters in whole runs: any number of ranks, kills, a different base, and the
+contents of huggingface/.
 
-The base has random weights, as a file: what it says does not matter here, only that it is the same
+The base has random weights, stored as a file. Its output does not matter here, but it must be equal
 everywhere.
 """
 
@@ -120,7 +120,7 @@ def test_an_export_afterwards_is_that_of_the_save(straight, root, tmp_path):
     assert contents(tmp_path / "of another place") == contents(tmp_path / "merged")
     change_tensors(moved / "model.safetensors", change_norm)
     with pytest.raises(
-        Exception, match=r"not hold the weights that the adapters in .* were trained for"
+        Exception, match=r"not contain the weights on which the adapters in .* were trained"
     ):
         export_from_shards(checkpoint, tmp_path / "never", dtype="float32", base=moved)
 
@@ -136,7 +136,7 @@ def test_another_base_or_another_adapter_is_refused(words, straight, root, tmp_p
     longer = "trainer.total_training_steps=5"
     output = train(tmp_path / "run", 1, *other, *LORA, longer, code=2)
     assert (
-        "base_weights" in output and "adapters fit only the weights they were trained for" in output
+        "base_weights" in output and "adapters fit only the weights they were trained on" in output
     )
     output = train(tmp_path / "run", 1, *words, *LORA, longer, "model.lora_alpha=32", code=2)
     assert "model.lora_alpha: 16 -> 32   <- refused" in output and "resume_allow" not in output

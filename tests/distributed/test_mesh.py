@@ -1,4 +1,4 @@
-"""Which ranks share parameters, and which take the same samples."""
+"""Which ranks share parameters, and which take equal samples."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""The model directory is read once: a run exports what it was trained from, whatever becomes of the
-directory.
+"""The model directory is read once: a run exports the model that it was trained from, even if the
+directory changes.
 
-Each case trains the same recipe twice: undisturbed, and with the directory removed or changed after
-some step has begun.
+Each case trains one recipe twice: undisturbed, and with the directory removed or changed after some
+step has begun.
 """
 
 import json
@@ -57,9 +57,7 @@ def remove(model: Path) -> None:
 
 
 def replace_small_files(model: Path) -> None:
-    """Replace the files as a download of another revision does: new files, renamed over the old
-    ones.
-    """
+    """Replace the files like a download of another revision: new files, renamed over the old ones."""
     config = json.loads((model / "config.json").read_text())
     config["rope_theta"] = 7.0
     contents = {
@@ -75,7 +73,7 @@ def replace_small_files(model: Path) -> None:
 
 
 def overwrite_weights(model: Path) -> None:
-    """In place: whoever has the file open, or mapped, sees it."""
+    """Overwrite the file in place. A process that has the file open or mapped sees the change."""
     for file in model.glob("*.safetensors"):
         size = file.stat().st_size
         with file.open("r+b") as opened:
@@ -83,7 +81,7 @@ def overwrite_weights(model: Path) -> None:
 
 
 def truncate_weights(model: Path) -> None:
-    """A mapped page behind the end of its file kills the process that reads it."""
+    """A mapped page past the end of its file kills the process that reads it."""
     for file in model.glob("*.safetensors"):
         os.truncate(file, 16)
 
@@ -108,7 +106,7 @@ CASES = short_or_full(SHORT, full=list(product(KINDS, CHANGES, (1, 3))))
 
 
 def disturb_in(step: int, change: Callable[[Path], None], model: Path) -> None:
-    """In every rank; the first makes the change just before the step."""
+    """Runs in every rank. The first rank makes the change just before the step."""
 
     def disturb(run, at: int) -> None:
         if at == step and run.world.is_main:
@@ -126,7 +124,7 @@ def exports_of(run_dir: Path) -> dict[str, bytes]:
 def undisturbed(
     tmp_path_factory,
 ) -> dict[str, tuple[Path, dict[str, bytes]]]:
-    """{kind: (where its model and samples lie, the exports of an undisturbed run)}"""
+    """{kind: (directory of its model and samples, exports of an undisturbed run)}"""
     found = {}
     for kind in KINDS:
         root = tmp_path_factory.mktemp(kind.replace(" ", "-"))
@@ -152,7 +150,7 @@ def test_exports_are_those_of_an_undisturbed_run(undisturbed, tmp_path, kind, ch
 
 
 def change_while_starting(change: Callable[[Path], None], model: Path) -> None:
-    """In every rank; the first makes the change once the weights are loaded."""
+    """Runs in every rank. The first rank makes the change once the weights are loaded."""
     from trainer.train.start import main
 
     whole = main.build_model
@@ -181,7 +179,9 @@ def test_files_that_change_while_the_run_starts_are_refused(tmp_path, change, na
 
 
 def test_an_export_has_every_template_of_the_tokenizer(tmp_path):
-    """Rows with tools have a template of their own, in a directory beside the others' file."""
+    """Rows with tools have a separate template, in a directory next to the file of the other
+    template.
+    """
     words = (*tiny_model(tmp_path), "trainer.total_training_steps=1")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     own = tokenizer.chat_template

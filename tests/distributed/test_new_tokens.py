@@ -1,5 +1,5 @@
-"""`model.new_tokens`: the tokenizer, the weights and the export of a model that learns a chat
-template of its own.
+"""`model.new_tokens`: the tokenizer, the weights and the export of a model that learns a new chat
+template.
 """
 
 import json
@@ -52,7 +52,7 @@ def loaded(world, path: str, ids: dict[str, int]) -> dict[str, torch.Tensor]:
 def test_rows_of_new_tokens_are_near_the_mean_and_equal_on_any_number_of_ranks(
     tmp_path, is_tied, num_rows
 ):
-    """Rows that the vocabulary has to spare are taken first: what lay in them is overwritten."""
+    """Spare rows of the vocabulary are used first, and their content is overwritten."""
     source = pretrained(tmp_path / "model", is_tied=is_tied, vocab_size=num_rows)
     stored = AutoModelForCausalLM.from_pretrained(source).state_dict()
     path, ids = new_tokens.extended(str(source), [TURN, OVER], tmp_path / "cache")
@@ -89,8 +89,10 @@ def test_a_tokenizer_of_another_kind_is_refused_with_a_way_out(tmp_path):
 
 
 def test_a_base_model_learns_a_template_and_its_export_has_it(tmp_path):
-    """Loaded strictly; the new tokens are one id each, and generation ends at the one that ends a
-    turn. Stopped after two of four steps and resumed, it is the same bit for bit.
+    """The export loads strictly, each new token is one id, and generation ends at the token that
+    ends a turn.
+
+    A run that stops after two of four steps and resumes equals an uninterrupted run bit for bit.
     """
     source = pretrained(tmp_path / "model", is_tied=False)
     (tmp_path / "template.jinja").write_text(TEMPLATE)

@@ -1,5 +1,5 @@
-"""A loss or gradient that is not a number on one rank: every rank skips the update, counts it,
-and gives up in time.
+"""A non-finite loss or gradient on one rank: every rank skips the update, counts it, and gives up
+in time.
 """
 
 from unittest.mock import patch

@@ -1,5 +1,5 @@
-"""Promise 4: an export made later from the shards of a checkpoint is the one its save made, or it
-is not there.
+"""Promise 4: an export made later from the shards of a checkpoint equals the export of its save, or
+does not exist.
 """
 
 import os
@@ -108,8 +108,8 @@ def test_a_damaged_file_is_refused_and_named_and_nothing_appears(checkpoint, tmp
 
 
 def test_damage_to_what_an_export_does_not_read_is_no_obstacle(trained, tmp_path):
-    """The weights exported before, the optimizer, and the second replica; above all the first
-    is a reason to export.
+    """Damage the earlier exported weights, the optimizer, and the second replica. The first above
+    all is a reason to export again.
     """
     run_dir, result = trained["hsdp"]
     broken = Path(shutil.copytree(run_dir / "global_step_2", tmp_path / "run" / "global_step_2"))
@@ -182,7 +182,7 @@ def test_killed_at_any_operation_there_is_no_half_export(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("asked", [{"lora": "merged"}, {"lora": "adapter"}, {"base": Path("x")}])
 def test_options_of_adapters_are_refused_for_a_whole_model(checkpoint, tmp_path, asked):
-    """They were accepted, and changed nothing."""
+    """These options were accepted without an effect."""
     with pytest.raises(ConfigError, match="not adapters"):
         export_from_shards(checkpoint, tmp_path / "export", dtype="float32", **asked)
     assert os.listdir(tmp_path) == ["run"]

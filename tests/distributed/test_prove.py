@@ -1,4 +1,6 @@
-"""`prove` accepts an export that serves what was trained, and refuses a broken one with the cause."""
+"""`prove` accepts an export that serves the trained model, and refuses a broken export with the
+cause.
+"""
 
 import hashlib
 import json
@@ -32,8 +34,8 @@ LAYER = "model.layers.0.self_attn"
 def trained(words: tuple[str, ...], root: Path) -> dict[str, Path]:
     """{case: run directory}: full training exported in bfloat16, adapters in float32.
 
-    Random weights attend to all places alike: with larger keys the loss depends on where a token
-    stands.
+    With random weights, attention is nearly uniform. With larger keys, the loss depends on the
+    positions of tokens.
     """
     keys = f"{LAYER}.k_proj.weight"
     change_tensors(root / "model" / MODEL, lambda found: found[keys].mul_(30))

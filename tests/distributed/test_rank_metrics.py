@@ -1,4 +1,4 @@
-"""Metrics on several ranks: one that only this file knows, and the times of every rank."""
+"""Metrics on several ranks: a metric that only this file defines, and the times of every rank."""
 
 import math
 import time
@@ -112,8 +112,8 @@ def test_the_rank_that_others_wait_for_is_named_with_its_phase(source, tmp_path)
 def train_noting_norms(
     world: World, source
 ) -> tuple[dict[str, float], float, list[dict[str, float]]]:
-    """{parameter: norm of its whole gradient} and the norm of all parameters, both before the
-    update of the second of three steps, and the rows of all.
+    """Return {parameter: norm of its whole gradient}, the norm of all parameters (both before the
+    update of the second of three steps), and the rows of all steps.
     """
     grad_norms = {}
     weight_norms = []

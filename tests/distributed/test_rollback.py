@@ -1,5 +1,5 @@
-"""A harmful batch is found, and the run returns to before it and skips it. A kill meanwhile is
-harmless.
+"""A harmful batch is detected; the run returns to a checkpoint before it and skips it. A kill in
+between is harmless.
 """
 
 import math
@@ -29,18 +29,18 @@ BAD_STEP = 165
 NUM_STEPS = 200
 BATCH_SIZE = 8
 TARGET_STEP = 140
-"""The newest checkpoint of those every 20 steps that is 16 steps older."""
+"""The newest of the checkpoints (one every 20 steps) that is at least 16 steps older."""
 BEGUN = 160
-"""All other runs go on from here, where the clean one stood: what is looked at comes later."""
+"""All other runs continue from this step of the clean run, because the tested steps come later."""
 SKIPPED = range(BAD_STEP - 8, BAD_STEP + 9)
 USUAL_TOKENS = 8
-"""All samples draw from these; a poisoned one from the rest, which the model has learned never
-to expect.
+"""All samples draw from these tokens. A poisoned sample draws from the other tokens, which the
+model has learned never to expect.
 """
 
 
 class Samples(OneSource):
-    """Token sequences without pattern: the loss falls to ln 8 and stays there. One epoch."""
+    """Token sequences without a pattern: the loss falls to ln 8 and stays there. One epoch."""
 
     fingerprint = "rollback"
 
@@ -73,8 +73,8 @@ class Outcome:
 def train(
     world: World, run_dir: Path, source, fault: str, on_severe: str, kill_at: str = ""
 ) -> Outcome:
-    """`fault`: none, batch (poisoned samples), or rank (rank 1's gradient a thousand times too
-    large, once).
+    """`fault`: none, batch (poisoned samples), or rank (the gradient of rank 1 is a thousand times
+    too large, once).
     """
     guard = Guard(guard_config(on_severe=on_severe))
     num_calls = [layout.read_pointer(run_dir).step or 0]
@@ -182,7 +182,7 @@ def test_a_severe_update_can_be_left_out_by_the_device(source, begun):
 def test_a_kill_during_a_rollback_leaves_a_run_that_finishes_it(
     source, begun, rolled_back, kill_at
 ):
-    """Before its record is on the disk the rollback is decided again; after that the next start
+    """Before its record is on the disk, the rollback is decided again. After that, the next start
     completes it.
     """
     with pytest.raises(AssertionError, match="died without a result"):

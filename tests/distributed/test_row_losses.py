@@ -1,5 +1,5 @@
-"""Losses of rows are those of plain transformers and add up to the loss of the step. The report names
-the rows that stand out.
+"""Losses of rows equal those of plain transformers and add up to the loss of the step. The report
+names rows that stand out.
 """
 
 import json

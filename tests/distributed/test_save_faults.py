@@ -1,5 +1,5 @@
-"""Cases 11, 12, 14 and 15: the disk refuses, or a rank stands still, in the middle of a save of
-several ranks.
+"""Cases 11, 12, 14 and 15: the disk fails, or a rank stops, in the middle of a save of several
+ranks.
 """
 
 import os
@@ -40,8 +40,10 @@ PATIENCE_S = 30.0
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(source, tmp_path, async_save):
-    """Half of a sample of the operations fails in each mode, all with `pytest --full`. Every second
-    save is good. `python tests/faults/failpoints.py` tries all operations, modes and errors.
+    """Half of a sample of the operations fails in each mode, all of them with `pytest --full`.
+    Every second save succeeds.
+
+    `python tests/faults/failpoints.py` tries all operations, modes and errors.
     """
     points = points_of_a_save(tmp_path / "seen", source, async_save=async_save)
     able = [point for point in points if point.can_fail]
@@ -54,8 +56,8 @@ def test_an_error_at_any_operation_costs_one_save_on_all_ranks_alike(source, tmp
 
 @dataclass(frozen=True)
 class Story:
-    """The record of one rank: the duration of the save that met the stop, the outcomes of all
-    saves, and the error that ended the run.
+    """The record of one rank: the duration of the save that was stopped, the outcomes of all saves,
+    and the error that ended the run.
     """
 
     waited_s: float
@@ -73,8 +75,10 @@ def save_around_a_stop(
     async_save: bool,
     grace_s: float,
 ) -> Story:
-    """Save step 1. In the save of step 2 the rank `victim` stops itself before the operation
-    `label`. Save step 3. A file `rank N` next to the run tells that the save of step 2 is over.
+    """Save step 1. In the save of step 2, the rank `victim` stops itself before the operation
+    `label`. Then save step 3.
+
+    A file `rank N` next to the run shows that the save of step 2 is over.
     """
     run_dir.mkdir(exist_ok=True)
     recipe = Recipe(async_save=async_save, save_timeout_s=SAVE_TIMEOUT_S)
@@ -116,7 +120,7 @@ def save_around_a_stop(
     ],
 )
 def test_a_rank_that_stands_still_costs_one_save_and_is_named(source, tmp_path, async_save, label):
-    """When it continues, it learns that its save was given up, and the next one is good."""
+    """When the rank continues, it learns that its save was abandoned, and the next save succeeds."""
     run_dir = tmp_path / "run"
     settings = {"async_save": async_save, "grace_s": GRACE_S}
     with started_ranks(save_around_a_stop, 3, run_dir, source, 1, label, **settings) as ranks:
@@ -140,7 +144,7 @@ def test_a_rank_that_stands_still_costs_one_save_and_is_named(source, tmp_path, 
 def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
     source, tmp_path, async_save
 ):
-    """Only the main rank knows whether there is a checkpoint: the others end resumable."""
+    """Only the main rank knows whether the checkpoint exists, so the other ranks end resumable."""
     run_dir = tmp_path / "run"
     label = "phase commit.begin"
     settings = {"async_save": async_save, "grace_s": SHORT_GRACE_S}
@@ -152,9 +156,7 @@ def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
         os.kill(ranks[0][0].pid, signal.SIGCONT)  # type: ignore[arg-type]
         late = _receive(ranks[0][1], 0, PATIENCE_S)
     assert story.outcomes == [Outcome(1, True)]
-    assert (
-        "could not confirm whether step 2 was saved: rank 0 did not answer in time" in story.error
-    )
+    assert "cannot confirm that step 2 was saved: rank 0 did not answer in time" in story.error
     limit_s = SAVE_TIMEOUT_S + SHORT_GRACE_S
     assert limit_s - 0.1 < story.waited_s < limit_s + 5.0
     assert (during.chosen, during.steps, len(during.leftovers)) == (1, (1,), 1)

@@ -1,4 +1,4 @@
-"""Tests of the conditions for a commit: files as reported, all synced, in time, and the lock held."""
+"""Tests of the conditions for a commit: all files as reported, synced, in time, and the lock held."""
 
 import os
 import time
@@ -55,7 +55,7 @@ def save_watched(world, run_dir: Path, source, disturb, save_timeout_s: int):
 
 
 def replace_lock(run_dir: Path) -> None:
-    """Do what a run that takes over does."""
+    """Simulate a run that takes over."""
     (run_dir / "other").write_text("{}")
     os.replace(run_dir / "other", run_dir / LOCK)
 

@@ -1,4 +1,4 @@
-"""Saves that the clock or a file asks for, and the model card that lies in every export."""
+"""Saves that are requested by time or by a file, and the model card in every export."""
 
 import time
 from functools import partial
@@ -16,7 +16,7 @@ STEPS = 6
 
 
 def ask_in_step(asked_step: int, run_dir: Path) -> None:
-    """The run looks for files at once."""
+    """The run looks for files immediately."""
     requests.LOOK_EVERY_S = 0.0
 
     def ask(run, step: int) -> None:

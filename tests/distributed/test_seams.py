@@ -1,5 +1,5 @@
-"""Users extend a run by an entry in a dictionary. Here a loss, an optimizer and a stateful part
-that only this file knows are added.
+"""Users extend a run by adding an entry to a dictionary. This test adds a loss, an optimizer and a
+stateful part that only this file defines.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
 
 class HeavyBall(Optimizer):
-    """Momentum as it stands in textbooks."""
+    """Momentum as defined in textbooks."""
 
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         super().__init__(model.parameters(), {"lr": 0.0})
@@ -135,14 +135,14 @@ class WeightAverage(Part):
 
 
 class Undeclared(WeightAverage):
-    """It does not say that its state is that of this rank."""
+    """A part with a separate state for each rank that does not declare this."""
 
     state_of = ALL
 
 
 class Sharded(WeightAverage):
-    """It averages what it finds as DTensors, and says so; with a number that is equal on all
-    ranks.
+    """A part that averages DTensors and declares its state as sharded, with a number that is equal
+    on all ranks.
     """
 
     state_of = ALL
@@ -165,14 +165,14 @@ class ShardedUndeclared(Sharded):
 
 
 class ShardedWithCount(Sharded):
-    """It holds a number that is no tensor."""
+    """A sharded part whose state contains a number instead of a tensor."""
 
     def state_dict(self) -> dict[str, Any]:
         return self.averages | {"num_steps": 3}
 
 
 class ShardedWithOwn(Sharded):
-    """It holds a tensor that is neither cut over ranks nor equal on them."""
+    """A part whose state contains a tensor that is neither sharded nor equal on all ranks."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

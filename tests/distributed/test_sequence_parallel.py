@@ -1,4 +1,4 @@
-"""Ranks that hold the tokens of a micro-batch between them train what one rank trains."""
+"""Ranks that share the tokens of a micro-batch train the same as a single rank."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Mamba, experts": ("nemotron_h", family_settings("nemotron_h"), {}),
     "short convolutions": ("lfm2", family_settings("lfm2"), {}),
 }
-"""(Family, what differs in config.json, what differs in the configuration)."""
+"""(Family, changes of config.json, changes of the configuration)."""
 KEPT = (
     "train/loss",
     "train/grad_norm",
@@ -59,9 +59,10 @@ SAMPLES = ToySamples()
 
 
 def trained(world: World, root: Path, num_variants: int) -> dict[str, Any]:
-    """Return by variant the metrics and sample losses of two steps, and the self-check's errors.
+    """Return by variant the metrics and sample losses of two steps, and the errors of the
+    self-check.
 
-    The second step has micro-batches of one document.
+    The second step has micro-batches with one document.
     """
     found = {}
     variants = [*VARIANTS.items()][:num_variants]
@@ -85,8 +86,8 @@ def trained(world: World, root: Path, num_variants: int) -> dict[str, Any]:
 
 
 def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path):
-    """Two ranks; four, of which each holds a copy of the parameters. Nothing that leaks passes
-    the self-check.
+    """Test two ranks, and four ranks that each hold a copy of the parameters. No leak passes the
+    self-check.
     """
     (expected,) = run_ranks(trained, 1, tmp_path, len(VARIANTS))
     for num_ranks, fsdp_size, num_variants in ((2, -1, len(VARIANTS)), (4, 1, 2)):

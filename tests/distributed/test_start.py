@@ -1,5 +1,5 @@
-"""How a run begins and stops: a shared directory, room on the disk, a stop in validation, a
-time limit.
+"""How a run starts and stops: a shared directory, disk space, a stop during validation, a time
+limit.
 """
 
 from pathlib import Path
@@ -61,7 +61,7 @@ def ended(source, tmp_path_factory) -> Path:
 
 
 STEPS = (0, 99)
-"""Of a run that is finished with its last checkpoint, and of one that is not."""
+"""Test a run that is finished with its last checkpoint, and one that is not."""
 
 
 def errors_for_other_data(world, run_dir: Path) -> list[str]:
@@ -91,9 +91,7 @@ def said_at_starts(world, run_dir: Path) -> list[list[str]]:
 
 
 def test_why_this_checkpoint_is_said_once(ended):
-    """Before and under the lock the choice is made alike; a person at the log needs to read it
-    once.
-    """
+    """The choice is made identically before and under the lock; the log shows it only once."""
     (ended / "latest_checkpointed_iteration.txt").write_text("4")
     for said in run_ranks(said_at_starts, 1, ended)[0]:
         assert said and len(said) == len(set(said)), said

@@ -1,4 +1,4 @@
-"""Runs on the text part of a checkpoint of several parts: saved, resumed and exported like any
+"""Runs on the text part of a checkpoint with several parts are saved, resumed and exported like any
 other.
 """
 
@@ -30,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 
 def test_an_export_afterwards_needs_the_checkpoint_alone(source, tmp_path):
-    """The export works with and without exported weights in the save, and without the source.
+    """The export works with and without exported weights in the save, and without the source model.
     Damage is refused.
     """
     own = ModelSource(shutil.copytree(source.path, tmp_path / "own"))

@@ -1,7 +1,7 @@
-"""Files of W ranks load on V ranks: parameters and moments bit-equal, uneven and empty shards
-included.
+"""Files of W ranks load on V ranks: parameters and moments are bit-equal, even with uneven and
+empty shards.
 
-All pairs of few numbers of ranks; of many with `pytest --full`.
+This tests all pairs of a few numbers of ranks, or of many with `pytest --full`.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from trainer.checkpoint import layout
 WORLD_SIZES = short_or_full((1, 4), full=(1, 2, 3, 4, 6, 8))
 HYBRID = short_or_full(((4, 2),), full=((4, 2), (8, 4), (6, 3)))
 MESHES = [*((size, -1) for size in WORLD_SIZES), *HYBRID]
-"""(ranks, fsdp_size): at last several copies of the parameters."""
+"""(ranks, fsdp_size): the last entries have several copies of the parameters."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One cache of the quickstart's tokens for all runs, so that each starts as a second run does."""
+"""One token cache of the quickstart for all runs, so that each run starts like a second run."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Real runs of `run_sft.sh` for tests: start, watch, kill, read back."""
+"""Real runs of `run_sft.sh` for tests: start, watch, kill, read results."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ SMALL = (
     "trainer.test_freq=6",
     "trainer.project_name=e2e",
 )
-"""The quickstart, small: 12 steps of 4 samples, a checkpoint every third."""
+"""A small quickstart: 12 steps of 4 samples, with a checkpoint every third step."""
 
 
 def command(num_ranks: int, *overrides: str) -> list[str]:
@@ -37,7 +37,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def _options(cwd: Path, env: dict[str, str]) -> dict[str, Any]:
-    """Output and errors together as text, no input."""
+    """Text output with errors included, and no input."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return {"cwd": cwd, "env": environment(**env), "text": True, **streams}
 
@@ -45,7 +45,7 @@ def _options(cwd: Path, env: dict[str, str]) -> dict[str, Any]:
 def run(
     cwd: Path, num_ranks: int, *overrides: str, timeout_s: float = 240.0, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """To the end; output and errors together in `stdout`."""
+    """Run the command to its end, with output and errors together in `stdout`."""
     return subprocess.run(command(num_ranks, *overrides), timeout=timeout_s, **_options(cwd, env))
 
 
@@ -53,7 +53,7 @@ def run(
 def started(
     cwd: Path, num_ranks: int, *overrides: str, redirection: str = "2>&1", **env: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process group of its own, gone at the end of the block. A shell applies the
+    """Start a run in a separate process group, and end it with the block. A shell applies the
     `redirection`, such as `2>&1`.
     """
     shell = ["bash", "-c", f'exec "$@" {redirection}', "bash"]
@@ -70,7 +70,7 @@ def started(
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Until the log of the run has a row of `step`."""
+    """Wait until the log of the run has a row of `step`."""
     wait_until(
         lambda: max(curve(run_dir), default=0) >= step or process.poll() is not None,
         timeout_s=180.0,
@@ -79,7 +79,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
 
 
 def processes_of(run_dir: Path) -> list[int]:
-    """Processes that work in a directory: what a killed run would have left behind."""
+    """Return the processes that work in a directory, such as those that a killed run left behind."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""Runs whose output nobody can read any more: they train, save, stop and continue as documented."""
+"""Runs whose output nobody can read any more still train, save, stop and continue as documented."""
 
 import getpass
 import signal
@@ -17,7 +17,7 @@ def cwd(tmp_path) -> Path:
 
 
 def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd, cache):
-    """`run_sft.sh | head -5` and a stop signal, the same command into a full device, the same
+    """Run `run_sft.sh | head -5` with a stop signal, then the same command into a full device, and
     with closed streams.
     """
     run_dir = cwd / "checkpoints" / "e2e" / "quickstart"
@@ -28,12 +28,12 @@ def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd, cache):
         wait_for_step(run_dir, 4, headed)
         headed.send_signal(signal.SIGHUP)  # the terminal is closed
         assert headed.wait(timeout=60) == 75
-        assert "stdout can no longer be written (Broken pipe)" in headed.stderr.read()
+        assert "cannot write to stdout anymore (Broken pipe)" in headed.stderr.read()
     assert sorted((cwd / "tmp").iterdir()) == before, "left in TMPDIR"
     with started(cwd, 1, cache, *SMALL, redirection=">/dev/full", TMPDIR=str(cwd / "tmp")) as full:
         _, stderr = full.communicate(timeout=120)
         assert full.returncode == 0, stderr
-        assert "stdout can no longer be written (No space left on device)" in stderr
+        assert "cannot write to stdout anymore (No space left on device)" in stderr
     with started(cwd, 1, cache, *SMALL, redirection=">&- 2>&-", TMPDIR=str(cwd / "tmp")) as closed:
         assert closed.wait(timeout=120) == 0
     assert list(curve(run_dir)) == list(range(1, 13))

@@ -1,4 +1,6 @@
-"""`doctor --run` on two CPU ranks finds a planted fault, none on a good machine, and leaves no file."""
+"""`doctor --run` on two CPU ranks finds an injected fault, reports none on a good machine, and
+leaves no file.
+"""
 
 import json
 import os
@@ -27,8 +29,8 @@ LINES = ["training", "ranks", "packing", "resume", "peak memory", "speed"]
 
 
 class ForkedRuns(Runs):
-    """Runs on forked ranks, which saves the time to import torch. Only a killed run is started by
-    the launcher.
+    """Runs on forked ranks, which saves importing torch. The launcher starts only runs that will be
+    killed.
     """
 
     before: Callable[[], None] | None = None
@@ -43,7 +45,7 @@ class ForkedRuns(Runs):
 
 
 def lose_gradient() -> None:
-    """In this process: leave out the gradient of rank 1."""
+    """In this process, omit the gradient of rank 1."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
     real = DefaultReduceScatter.__call__
@@ -57,7 +59,7 @@ def lose_gradient() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def rank_server() -> None:
-    """Start the server of forked ranks here, so that it is no process of a test."""
+    """Start the server of forked ranks here, so that it does not belong to a test."""
     forkserver.ensure_running()
 
 
@@ -130,7 +132,7 @@ def test_a_signal_ends_the_runs_and_removes_them(recipe, temporary, tmp_path):
 
 
 class MadeRuns(Runs):
-    """Runs with made-up rows: `others` by name; a run that is not there lacks memory."""
+    """Runs with made-up rows: `others` by name. A missing run lacks memory."""
 
     def __init__(self, others: dict[str, Rows], *words: str) -> None:
         words = ("trainer.device=cpu", *words)
@@ -153,7 +155,7 @@ def rows(loss: float = 2.0, *, norm: float = 1.0) -> Rows:
 
 
 def in_bfloat16(loss: float) -> tuple[dict[str, Rows], str]:
-    """One rank in bfloat16, next to runs whose rounding is 5e-4."""
+    """One rank in bfloat16, next to runs whose rounding error is 5e-4."""
     others = {"one_rank": rows(loss), "float32_beside_one_rank": rows(2.001)}
     return others, "model.fsdp_config.param_dtype=bfloat16"
 

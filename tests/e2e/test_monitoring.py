@@ -1,4 +1,4 @@
-"""A real run as the person who watches it sees it."""
+"""A real run from the perspective of the person who watches it."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ NOT_ALWAYS = {
     "moe/load_max_over_mean",
 }
 NUM_STEPS = 52
-"""Past the step in which slow things are measured."""
+"""A step after the one that measures slow metrics."""
 
 
 @pytest.fixture(scope="module")

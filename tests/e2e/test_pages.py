@@ -33,7 +33,7 @@ from trainer.tracking import Tracking
 from trainer.train.start.compose import load_config
 
 LACKING = {"8 GPUs", "the network", "vLLM", "a server", "a browser", "an account"}
-"""What CI has not; a page names it behind a command as `[needs …]`."""
+"""What CI lacks. A page names it in a comment after the command, as `[needs …]`."""
 ELSEWHERE = ("bash run_tests.sh", "bash run_sft.sh doctor 2 --run")
 """Commands that take minutes; test_run_scripts.py and test_doctor_run.py run them."""
 RUN = Path("checkpoints/sft/quickstart")
@@ -54,7 +54,7 @@ MEANT = {
     "--attach 500": "--attach 2",
     "/data/phase1/": "data/",
 }
-"""What a reader puts in the place of the pages' words."""
+"""Replacements for the placeholders on the pages."""
 SAVED_FILE = re.compile(r"Save this as `(.*?)`:\n\n```\w+\n(.*?)^```", re.M | re.S)
 TAKE_KEYS = ("train", "plan", "doctor", "data preview", "data stats")
 CHATS = [
@@ -64,7 +64,7 @@ CHATS = [
 
 
 class Reader:
-    """Does what pages say, in a directory of its own."""
+    """Executes the pages in a separate directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -97,7 +97,7 @@ class Reader:
         return text
 
     def execute(self, command: str) -> None:
-        """Raise what went wrong."""
+        """Raise an error for a failed command."""
         words = shlex.split(self.with_own_names(command), comments=True)
         with (
             pytest.MonkeyPatch.context() as patch,

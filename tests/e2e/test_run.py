@@ -1,4 +1,6 @@
-"""The command as a user runs it: trains, says what it did, ends with the documented exit code."""
+"""The command from the user's perspective: it trains, reports what it did, and ends with the
+documented exit code.
+"""
 
 import json
 import os
@@ -68,7 +70,7 @@ def run_dir_of(cwd: Path) -> Path:
 
 
 def kill_after(step: int, cwd: Path, *overrides: str, delay_s: float = 0.0) -> None:
-    """Start the command; kill every process of it so long after it logged this step and has any
+    """Start the command. Kill all its processes `delay_s` after it logged this step and has a
     checkpoint.
     """
     with started(cwd, 2, *overrides) as process:
@@ -86,7 +88,7 @@ def losses_of_rows(run_dir: Path) -> dict[int, tuple[list[int], list[float]]]:
 
 
 def every_value(run_dir: Path, key: str) -> set[tuple[int, float]]:
-    """(step, value) of all attempts, those too that no longer count."""
+    """Return (step, value) of all attempts, including rows that no longer count."""
     lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
     return {(row["step"], row[key]) for row in map(json.loads, lines) if key in row}
 
@@ -101,10 +103,10 @@ def killed(cache: str, tmp_path_factory) -> Path:
 
 @pytest.mark.covers("S3.27 S3.28 S3.29")
 def test_kill_9_then_the_same_command(straight, killed, cache, tmp_path):
-    """Killed and continued, every attempt equals the uninterrupted run, bit by bit.
+    """After kills and restarts, every attempt equals the uninterrupted run bit for bit.
 
-    With `pytest --full` killed twice more, at random moments; those of test_kills.py are without
-    the launcher.
+    With `pytest --full`, the run is killed twice more at random moments. The kills of test_kills.py
+    do not involve the launcher.
     """
     seed = 0
     chance = random.Random(seed)
@@ -136,8 +138,8 @@ def test_continue_on_other_ranks(straight, killed, cache, tmp_path):
 
 @pytest.mark.covers("S3.16 S3.26")
 def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
-    """One run stopped by a signal after something has emptied TMPDIR, and by SIGTERM to one rank
-    alone, then left in peace.
+    """Stop one run with a signal after TMPDIR was emptied, then with SIGTERM to a single rank, then
+    let it finish.
     """
     (temporary := tmp_path / "tmp").mkdir()
     words = (cache, *SMALL, "trainer.save_freq=-1")
@@ -167,7 +169,9 @@ def test_signal_saves_and_leaves_with_75(straight, cache, tmp_path):
 
 
 def test_two_machines_are_one_run(straight, cache, tmp_path):
-    """Two agents with one rank each on this host: the same numbers as two ranks of one agent."""
+    """Two agents with one rank each on this host compute the same numbers as two ranks of one
+    agent.
+    """
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with started(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="1") as second:
         first = run(tmp_path, 1, cache, *SMALL, **nodes, NODE_RANK="0")
@@ -186,8 +190,8 @@ def test_cannot_write_is_73(cache, tmp_path):
 
 @pytest.mark.covers("S0.5 S3.11 S3.13 S3.23")
 def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
-    """Weights, tokenizer, template and mask of the export, through transformers alone, against
-    `val/loss`.
+    """Check weights, tokenizer, template and mask of the export against `val/loss`, with
+    transformers only.
     """
     turns = ("user", "Add 1 to x."), ("assistant", "x + 1"), ("user", "Why?"), ("assistant", "So!")
     chat = [{"role": role, "content": text} for role, text in turns]

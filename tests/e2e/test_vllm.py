@@ -1,5 +1,6 @@
-"""Promise 4: exports answer in vLLM, loaded without a flag. Needs VLLM_PYTHON, an interpreter
-that has vLLM.
+"""Promise 4: vLLM loads exports without a flag and generates with them.
+
+Needs VLLM_PYTHON, an interpreter that has vLLM.
 """
 
 import json
@@ -50,10 +51,10 @@ FAMILIES = short_or_full(
     ("qwen3_moe",), full=("llama", "mistral", "qwen3", "qwen3_moe", "gemma3_text")
 )
 WHOLE = "gemma3"
-"""A checkpoint of text and images."""
+"""A checkpoint with text and images."""
 PARAM_DTYPE = "model.fsdp_config.param_dtype"
 HEADS_OF_VLLM = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
-"""Its kernels on CPU take heads of 32 and more."""
+"""vLLM's CPU kernels support heads of 32 and more."""
 
 
 def random_ids(num_values: int) -> list[int]:
@@ -77,7 +78,7 @@ def export_families(world, root: Path) -> None:
 
 
 def write_whole(path: Path) -> None:
-    """With the processor and tokenizer that vLLM asks for where a class takes images."""
+    """Add the processor and tokenizer that vLLM requires if a class takes images."""
     wide = {"hidden_size": 64, "num_attention_heads": 4}
     text, sight = ({**WRAPPERS[WHOLE][key], **wide} for key in ("text_config", "vision_config"))
     write_whole_model(
@@ -124,8 +125,8 @@ def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
 
 
 def evaluated(run_dir: Path, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
-    """`evaluate` of the held-out tasks, exit code; `answer` stands for the process of vLLM,
-    which is told a job.
+    """Run `evaluate` on the held-out tasks, and return its exit code. `answer` replaces the vLLM
+    process, and receives a job.
     """
     words = shlex.split(
         "--score exec --allow-code --answer check --engine vllm --max-new-tokens 120"
@@ -207,7 +208,7 @@ def served(jobs: dict[str, dict[str, Any]], root: Path) -> dict[str, Any]:
 
 @pytest.mark.covers("S3.23")
 def test_export_generates_in_vllm(jobs, served):
-    """vLLM's greedy answer in bf16 equals transformers' for the tokens that a short training
+    """vLLM's greedy answer in bf16 equals that of transformers for tokens that a short training
     made certain.
     """
     export = jobs["quickstart"]["model"]
@@ -228,7 +229,7 @@ def test_export_generates_in_vllm(jobs, served):
 
 
 def test_evaluate_scores_what_vllm_wrote(jobs, served, root):
-    """The rate is the share of held-out tasks that a plain exec finds solved."""
+    """The rate is the share of held-out tasks that plain exec finds solved."""
     assert evaluated(root / "run", lambda job: served["evaluate"]) == 0
     rows = [row for row in read_evaluations(root / "run") if row["kind"] == "sample"]
     solved = sum(is_solved(row["completion"], row["answer"]) for row in rows)
@@ -264,8 +265,8 @@ def test_the_export_of_a_family_gives_a_text_the_probability_it_has_in_transform
 
 
 def test_an_adapter_serves_what_was_trained(jobs, served):
-    """vLLM gives a text the probability that transformers with peft gives it, and without the
-    adapter another.
+    """vLLM assigns a text the same probability as transformers with peft, and a different one
+    without the adapter.
     """
     base, adapter, ids = (jobs["adapter"][key] for key in ("model", "adapter", "ids"))
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

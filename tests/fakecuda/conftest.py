@@ -1,4 +1,4 @@
-"""A process in which torch believes in eight cards, shared by the tests of this directory."""
+"""A process in which torch sees eight GPUs, shared by the tests of this directory."""
 
 import functools
 import json

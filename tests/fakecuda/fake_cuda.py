@@ -1,7 +1,7 @@
-"""A CUDA device without a card, for tensors without memory: what Python's side of torch asks a
-driver for.
+"""A CUDA device without a GPU, for tensors without memory. It provides the parts of a driver that
+torch's Python code uses.
 
-`install` goes before anything that uses torch.cuda, in a process of its own: it cannot be undone.
+Call `install` before anything uses torch.cuda, in a separate process, because it cannot be undone.
 """
 
 import contextlib
@@ -28,29 +28,29 @@ CARD = SimpleNamespace(
 
 
 class Call(NamedTuple):
-    """A call of the driver, with its thread and the device that this thread had set (None: never)."""
+    """A driver call, with its thread and the device that this thread had set (None: never set)."""
 
     name: str
     thread: str
     device: int | None
     stream: int
-    """The one that this thread works on: 0, its device's own, or one that was made."""
+    """The stream of this thread: 0 for the device's default stream, or a created one."""
     subject: int | None = None
-    """The number of the stream or event that it is about."""
+    """The number of the stream or event that the call concerns."""
 
 
 CALLS: list[Call] = []
 PINNED: Any = None
-"""Memory of single tensors that is page-locked."""
+"""Page-locked memory of single tensors."""
 LOCKED: dict[int, int] = {}
-"""Page-locked host memory: where it begins, and its bytes."""
+"""Page-locked host memory: start address and size in bytes."""
 _threads = threading.local()
 _numbers = itertools.count(1)
 
 
 def build(target: Path) -> Path:
-    """Compile the shim against the installed torch. Raises `CalledProcessError` where its
-    headers are others.
+    """Compile the shim against the installed torch. Raises `CalledProcessError` if its headers
+    differ.
     """
     import torch
 
@@ -135,7 +135,7 @@ DEFAULT.number = 0
 
 @contextlib.contextmanager
 def on(stream: Stream | None) -> Iterator[None]:
-    """This thread works on a stream; None: on the one that it works on."""
+    """Set the current stream of this thread; with None, keep the current one."""
     before = getattr(_threads, "stream", DEFAULT)
     _threads.stream = stream or before
     try:
@@ -145,9 +145,7 @@ def on(stream: Stream | None) -> Iterator[None]:
 
 
 def install(library: Path) -> None:
-    """Make torch, in its build for CPUs, believe in eight cards. Nothing may be computed on
-    them with real memory.
-    """
+    """Make the CPU build of torch see eight GPUs. Nothing can be computed on them with real memory."""
     ctypes.CDLL(str(library))
     import torch
 

@@ -1,5 +1,5 @@
-"""Kernels that a build of torch for CPUs has no form of: each asks what the real one does, and
-counts as it would.
+"""Kernels that the CPU build of torch lacks. Each requires the inputs of the real kernel, and
+counts as that kernel.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def _gradients(backward, ctx, grad: Tensor):
 
 
 OPERATIONS = torch.ops.fakecuda
-"""Only their shapes are asked for: they have no code for any device."""
+"""Only their shapes matter: they have no code for any device."""
 for name, inputs, gradients in (
     ("norm", "Tensor x, Tensor weight", "(Tensor, Tensor)"),
     ("silu", "Tensor x", "Tensor"),
@@ -47,8 +47,10 @@ torch.library.register_fake(
 
 @contextmanager
 def of_a_card() -> Iterator[None]:
-    """Replace functions that torch computes in pieces on a CPU by the card's operations:
-    `aten::_fused_rms_norm`, one and two behind it, and `aten::silu_backward`.
+    """Replace functions that torch computes in pieces on a CPU by the GPU's operations.
+
+    These are `aten::_fused_rms_norm` (one kernel forward and two backward) and
+    `aten::silu_backward`.
     """
     functional = "torch.nn.functional"
     with (

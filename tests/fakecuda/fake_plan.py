@@ -1,4 +1,4 @@
-"""A plan's step, once on CPU tensors that stand for a GPU's, as every plan runs it, and once on
+"""Run a plan's step once on CPU tensors in place of GPU tensors, as every plan does, and once on
 fake CUDA tensors.
 """
 
@@ -72,5 +72,5 @@ def _on_fake_cuda(case: Case) -> Iterator[None]:
 
 
 def _told(measured: Measured) -> dict[str, dict[str, int]]:
-    """Bytes at the peak of each phase, by category."""
+    """Return the bytes at the memory peak of each phase, by category."""
     return {str(phase): dict(held) for phase, held in measured[planner.DEVICE].items()}

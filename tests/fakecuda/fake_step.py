@@ -43,7 +43,7 @@ from trainer.train.run import Run
 from trainer.train.step import training_step
 
 LOCAL_RANK = 3
-"""Of rank 0 here: what asks for device 0 asks for another than its own."""
+"""The index of rank 0's device here, so that code that uses device 0 by mistake is detected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Case:
     optimizer: str = "adamw"
     loss: str = "cross_entropy"
     kept: str = "float32"
-    """What moments and parameters are kept in."""
+    """The dtype of moments and parameters."""
     trouble_at: int = 0
-    """A step of a whole run whose gradient norm makes the guard go back."""
+    """A step of a whole run whose gradient norm causes a rollback."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -84,8 +84,8 @@ class Case:
 
 
 def read_ones(packet: Packet, **derived: Tensor) -> Totals:
-    """Return the totals of a packet of ones, without waiting for the device. No rank makes a
-    request, and nothing is abnormal.
+    """Return the totals of a packet of ones, without waiting for the device. No rank requests
+    anything, and nothing is abnormal.
     """
     summed = dict(packet.sums)
     by_rank = dict.fromkeys(packet.fields, (1.0,) * summed.pop(BY_RANK).shape[1])
@@ -99,7 +99,7 @@ def read_ones(packet: Packet, **derived: Tensor) -> Totals:
 
 @contextmanager
 def fake_world(case: Case) -> Iterator[World]:
-    """Rank 0 among ranks that do not exist."""
+    """Rank 0 in a world whose other ranks are simulated."""
     device = torch.device("cuda", LOCAL_RANK)
     torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.num_ranks)
@@ -111,9 +111,11 @@ def fake_world(case: Case) -> Iterator[World]:
 
 @contextmanager
 def fake_run(case: Case, directory: Path) -> Iterator[tuple[Run, FakeTensorMode, list[StepBatch]]]:
-    """Everything from a config.json to the optimizer, as a run makes it, and what a card has
-    besides; two steps in which this rank has so many micro-batches, of three documents if they are
-    packed.
+    """Build everything from config.json to the optimizer as a run does, for the GPU's memory; yield
+    the run and two batches.
+
+    Batches contain the micro-batches of this rank that `case` requests, with three documents each
+    if they are packed.
     """
     source = write_model_config(
         directory, case.model_type, **{"head_dim": 64, "hidden_size": 256, **case.changes}
@@ -147,7 +149,7 @@ def fake_run(case: Case, directory: Path) -> Iterator[tuple[Run, FakeTensorMode,
 
 
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
-    """The second step of a run: what it does on the device and what it asks of the host."""
+    """Record the second step of a run: its work on the device and its reads on the host."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     HOST_INPUTS.clear()
@@ -184,7 +186,9 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def on_meta_device() -> Iterator[None]:
-    """FSDP2 would move parameters on meta to the card, and make its all-gather buffers there."""
+    """FSDP2 would otherwise move meta parameters to the GPU and create its all-gather buffers
+    there.
+    """
     plain = torch.empty
 
     def empty(*args, device=None, **kwargs) -> Tensor:
@@ -197,13 +201,13 @@ def on_meta_device() -> Iterator[None]:
 
 @contextmanager
 def _compiled_without_code() -> Iterator[None]:
-    """Graphs are taken down and run as they are: there is no compiler for the card."""
+    """Capture graphs and run them unchanged, because there is no compiler for the GPU."""
     with patch("torch.compile", partial(torch.compile, backend=_graph_as_it_is)):
         yield
 
 
 HOST_INPUTS: list[str] = []
-"""Dtypes of the inputs of compiled graphs that are tensors on the host."""
+"""Return the dtypes of host tensors among the inputs of compiled graphs."""
 
 
 def _graph_as_it_is(graph: torch.fx.GraphModule, inputs: list[Any]):

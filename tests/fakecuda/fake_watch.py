@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default", "masked_select", "unique")
-"""Operations whose result the host needs, in part of their name."""
+"""Parts of the names of operations whose result the host needs."""
 NO_KERNEL = (
     "empty",
     "empty_like",
@@ -37,12 +37,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations; notes what reads a value on the host, copies between devices, and
-    collectives.
-    """
+    """Counts operations. Records reads on the host, copies between devices, and collectives."""
 
     def __init__(self, *, answer: Callable[[str], float] | None = None) -> None:
-        """`answer`: what the host reads at a place; None: a fake tensor has nothing to tell."""
+        """`answer`: the value that the host reads at a place. None: a fake tensor has no value."""
         super().__init__()
         self._answer = answer
         self.phase = ""
@@ -54,7 +52,7 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs as such under it too."""
+        """Compiled code still runs as compiled code under this mode."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -162,7 +160,7 @@ def _is_group(leaf: torch.ScriptObject) -> bool:
 
 
 def _where() -> str:
-    """The innermost lines of the trainer that led here."""
+    """Return the innermost lines of the trainer that led here."""
     frame = sys._getframe(2)
     found = list[str]()
     while frame is not None and len(found) < 2:

@@ -49,7 +49,7 @@ from trainer.train.start.main import run
 
 
 class OnCard(TorchDispatchMode):
-    """Tensors of a CUDA device are fake, all others real; a copy to the host is of zeros."""
+    """Make tensors of a CUDA device fake and all others real. A copy to the host contains zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def _on_host(tensor: FakeTensor) -> Tensor:
 
 
 class Phases(Heartbeat):
-    """Notes by phase: `train 3` is the third step of the run."""
+    """Record notes by phase: `train 3` is the third step of the run."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -98,8 +98,8 @@ class Phases(Heartbeat):
 
 
 def answer(where: str, num_ranks: int) -> float:
-    """Return the number that the host would read at `where`: a sum over ranks that each gave 1, no
-    difference in the self-check, a finite state.
+    """Return the number that the host would read at `where`: a sum over ranks that each contributed
+    1, no difference in the self-check, a finite state.
     """
     if "_require_all" in where:
         return num_ranks
@@ -113,7 +113,7 @@ def answer(where: str, num_ranks: int) -> float:
 
 
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
-    """The quickstart with two layers: a save behind every other step, a validation and a
+    """The quickstart with two layers: a save after every other step, and a validation and a
     required save at the end.
     """
     config = load_config(_words(case, directory))
@@ -174,8 +174,8 @@ def _words(case: Case, directory: Path) -> list[str]:
 
 
 def _reader(case: Case, heartbeat: Heartbeat) -> Callable[..., Totals]:
-    """Each sum over ranks is read once; in the step of trouble, the first time, its gradient
-    norm is large.
+    """Each sum over ranks is read once. In the step of the fault, its gradient norm is large the
+    first time.
     """
     troubled = [case.trouble_at]
 

@@ -1,7 +1,7 @@
-"""The step as a GPU would be given it: no card is needed, each operation is seen, none is computed.
+"""The step as a GPU would run it, without a GPU: every operation is recorded and none is computed.
 
-What a fake tensor cannot tell (numbers, speed, what a kernel takes) is tested elsewhere, or needs a
-card.
+Fake tensors have no numbers, no speed and no kernel limits; other tests cover these, or they need a
+GPU.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 LAYER_INPUTS = "trainer/model/layer_inputs.py"
 SHARED_TOKENS = (75, 74)
-"""Of both micro-batches, before ranks share them."""
+"""Documents of both micro-batches, before ranks share them."""
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def collectives(step: dict[str, Any], kind: str, **wanted) -> list[dict[str, Any
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "offload"])
 def test_no_operation_waits_for_the_device(steps, name):
-    """An optimizer on the host cannot go on before gradients are there. test_fake_whole_run.py shows
-    that a read is found.
+    """An optimizer on the host cannot continue before gradients are there. test_fake_whole_run.py
+    shows that a read is detected.
     """
     step = steps(name)
     assert step["is_packed"] and step["num_micro_batches"] == 2
@@ -77,7 +77,7 @@ def test_no_operation_waits_for_the_device(steps, name):
 def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_first(
     steps,
 ):
-    """So a few large micro-batches are better, as docs/gpu.md and the plan say."""
+    """This is why a few large micro-batches are faster, as docs/gpu.md and the plan state."""
     back = [
         copy
         for copy in steps("offload")["copies"]
@@ -92,8 +92,8 @@ def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_fir
 
 
 def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps):
-    """Float32 shards of the layers twice in each micro-batch, all else once, and gradients
-    back: what `plan` counts.
+    """Each micro-batch gathers float32 shards of the layers twice and everything else once, and
+    reduces gradients, as `plan` counts.
     """
     step = steps("offload")
     moved = Counter[str]()
@@ -116,7 +116,7 @@ def test_offloaded_state_goes_and_comes_as_computed_by_hand(steps):
 
 
 def test_each_matrix_of_muon_is_computed_by_one_rank(steps):
-    """14 matrices on 8 ranks take two rounds; a matrix takes five iterations of three products."""
+    """14 matrices on 8 ranks take two rounds. A matrix takes five iterations of three products."""
     plain = steps("qwen3")
     muon = steps("muon")
     num_products = muon["operations"]["aten.mm.default"] - plain["operations"]["aten.mm.default"]
@@ -127,8 +127,8 @@ def test_each_matrix_of_muon_is_computed_by_one_rank(steps):
 
 
 def test_inputs_of_layers_go_and_come_beside_the_step(steps):
-    """Three layers and two micro-batches: the last layer's input is still there when the
-    backward pass begins.
+    """With three layers and two micro-batches, the input of the last layer is still on the device
+    when the backward pass begins.
     """
     copies = [copy for copy in steps("layer inputs")["copies"] if LAYER_INPUTS in copy["where"]]
     assert Counter(
@@ -173,7 +173,9 @@ def test_each_micro_batch_moves_what_was_computed_by_hand(steps, name):
 
 
 def test_nf4_weights_are_gathered_in_the_bytes_that_hold_them(steps):
-    """4.5 bits each, for the forward and again for the backward pass; all else in bfloat16."""
+    """Gathers 4.5 bits per weight for the forward and again for the backward pass, and everything
+    else in bfloat16.
+    """
     plain = steps("lora")
     step = steps("nf4")
     num_all = sum(plain["layer_numels"])
@@ -194,10 +196,12 @@ def test_nf4_weights_are_gathered_in_the_bytes_that_hold_them(steps):
 def test_ranks_that_share_documents_exchange_what_was_computed_by_hand(
     steps, name, size, num_forward
 ):
-    """4 query heads and 2 for keys and values of 64, T positions of which a rank holds T_own: each
+    """With 4 query heads and 2 key heads of 64, and T positions of which a rank holds T_own, each
     layer sends queries, keys and values of T_own positions and all heads, and outputs of all
-    positions and its share of heads; the backward pass their gradients, the other way round. Each
-    key head is sent twice where there are four ranks. What is computed again is exchanged again.
+    positions and its share of the heads.
+
+    The backward pass sends their gradients in the other direction. With four ranks, each key head
+    is sent twice. Recomputation repeats the exchange.
     """
     step = steps(name)
     heads = 4
@@ -237,14 +241,14 @@ def test_replicas_add_their_gradients_once_a_step(steps):
 
 
 def test_one_rank_does_not_divide_its_gradients_by_one(steps):
-    """A factor, be it 1, makes torch write every gradient buffer once more."""
+    """Any factor, even 1, makes torch write every gradient buffer once more."""
     divisions = [steps(name)["operations"]["aten.div.Tensor"] for name in ("one rank", "qwen3")]
     assert divisions[0] == divisions[1]
 
 
 @pytest.mark.parametrize(("model_type", "budget"), [("qwen3", 89.5), ("llama", 84.5)])
 def test_kernels_of_a_layer_stay_within_their_budget(steps, model_type, budget):
-    """Forward and backward, uncompiled. Torch's kernels for norms took 72 and 34 away."""
+    """Forward and backward, uncompiled. Torch's kernels for norms saved 72 and 34 launches."""
     more = steps(f"{model_type}, three layers")
     less = steps(model_type)
     assert (more["num_kernels"] - less["num_kernels"]) / 2 <= budget

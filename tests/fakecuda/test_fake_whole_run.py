@@ -1,8 +1,8 @@
-"""The whole of a run on a GPU: from its configuration over updates, saves and a validation to its
-exit code.
+"""A whole run on a GPU, from its configuration through updates, saves and a validation to its exit
+code.
 
-What stands for other ranks, and what else is replaced, is listed in `fake_whole_run.py`; the rest
-is the trainer's own.
+`fake_whole_run.py` lists the stand-ins for other ranks and everything else that is replaced. All
+other code is the trainer's.
 """
 
 from collections import Counter
@@ -19,8 +19,8 @@ EMBEDDINGS = 4096 * 128
 LAYER = 201_344
 NUM_LAYERS = 2
 NUM_TENSORS = 26
-"""Of the quickstart's model with two layers: hidden 128, ffn 352, 4 heads and 4 key heads of 32
-with biases, tied.
+"""The size of the quickstart's model with two layers: hidden 128, ffn 352, 4 heads and 4 key heads
+of 32 with biases, tied.
 """
 PARAMETERS = EMBEDDINGS + NUM_LAYERS * LAYER + 128
 CARD = 3
@@ -38,7 +38,9 @@ def num_shards(name: str) -> int:
 
 
 def num_steps(name: str) -> int:
-    """The third again, and not the fourth, behind a rollback from the fourth to the second."""
+    """After a rollback from the fourth step to the second, the third step is repeated, and the
+    fourth is skipped.
+    """
     return 6 if name == SHARED else 3
 
 
@@ -58,7 +60,7 @@ def test_a_run_ends_with_its_last_step_saved(runs, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_waits_once_and_a_save_reads_one_number(runs, name):
-    """Losses of samples come with the numbers of the step."""
+    """Losses of samples arrive together with the numbers of the step."""
     run = runs(name)
     assert sum(call["name"] == "packet" for call in run["calls"]) == num_steps(name) + 1, (
         "the last of the validation"
@@ -98,7 +100,7 @@ def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_add_up_one_vector_of_numbers_a_step_and_one_number_a_save(runs, name):
-    """test_fake_step.py covers the other communication of a step."""
+    """test_fake_step.py covers the remaining communication of a step."""
     run = runs(name)
     num_ranks = RUNS[name].get("num_ranks", 8)
     for phase, number in (("train", num_steps(name)), ("save", 2)):
@@ -109,8 +111,8 @@ def test_ranks_add_up_one_vector_of_numbers_a_step_and_one_number_a_save(runs, n
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is_there(runs, name):
-    """The first save is written by a thread of its own; the last one, with which the run ends,
-    by the main thread.
+    """A separate thread writes the first save; the main thread writes the last one, with which the
+    run ends.
     """
     # autograd's: torch's care
     calls = [call for call in runs(name)["calls"] if not call["thread"].startswith("Dummy")]
@@ -168,7 +170,7 @@ def test_a_snapshot_follows_its_step_and_the_next_update_follows_the_snapshot(ru
 
 
 def test_a_rollback_puts_what_was_saved_on_the_card(runs):
-    """With the state of the generator of this card; ranks that share documents have written
+    """Each save has the state of this GPU's generator. Ranks that share documents have written
     their shards.
     """
     run = runs(SHARED)

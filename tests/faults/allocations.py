@@ -36,11 +36,11 @@ BEGUN = 4
 """Each case continues from this step."""
 ENDED_WITHIN_S = 100.0
 NAMED = ("memory", "allocate", "bad_alloc", "bad alloc", "bad allocation")
-"""Words of an error that names its cause."""
+"""Words in an error that name its cause."""
 
 
 class Scene:
-    """A straight run, and the directory that every case continues: a crash left it before the
+    """A straight run, and the directory from which every case continues: a crash left it before the
     checkpoint of `BEGUN` was published, and with a half-written save.
     """
 
@@ -67,7 +67,7 @@ class Scene:
         return [f"diverged: {row}" for row in rows if row != self._rows[row["step"]]]
 
     def resume(self, run_dir: Path) -> list[str]:
-        """Train to the end, as if nothing had happened, and with nothing left over."""
+        """Train to the end, as without the failure, and leave nothing behind."""
         run_ranks(run, 2, run_dir, self.source, RECIPE)
         found = self.diverged(run_dir)
         survey = Survey.of(run_dir)
@@ -97,7 +97,7 @@ def train_with_failure(
 def run_case(
     scene: Scene, run_dir: Path, rank: int, number: int, *, is_lasting: bool = False
 ) -> tuple[str, list[str]]:
-    """Return how a case ended, and what is wrong."""
+    """Return how a case ended, and its faults."""
     with started_ranks(
         train_with_failure, 2, run_dir, scene.source, rank, number, is_lasting=is_lasting
     ) as ranks:
@@ -124,8 +124,8 @@ def run_case(
 def unnamed(said: str) -> list[str]:
     """Return a fault unless the text of an error names the cause.
 
-    If a thread has no memory for its variables, the C library ends the process itself, with code
-    127. It names the cause on the error stream, where Python then writes nothing.
+    If a thread has no memory for its variables, the C library ends the process with code 127. It
+    names the cause on the error stream, to which Python then writes nothing.
     """
     is_named = any(word in said.lower() for word in NAMED)
     return [] if is_named else [f"the error does not name the cause: {said[-1500:]}"]

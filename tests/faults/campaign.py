@@ -1,4 +1,4 @@
-"""Shared by the campaigns: a place to work, and the result file with its command and versions."""
+"""Shared by the campaigns: a working directory, and the result file with its command and versions."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ def parser_of(description: str | None, **numbers: float) -> argparse.ArgumentPar
 def run_campaign(
     name: str, parser: argparse.ArgumentParser, argv: list[str], work: Work, *, result: str = ""
 ) -> int:
-    """Run `work` in a temporary directory and write its result; 1 if it has faults."""
+    """Run `work` in a temporary directory and write its result. Return 1 if it has faults."""
     arguments = parser.parse_args(argv)
     started = time.monotonic()
     place = os.environ.get("DISK_ROOT") or os.environ.get("KILLS_DIR")

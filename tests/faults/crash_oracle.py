@@ -15,7 +15,7 @@ from trainer.checkpoint.manifest import verify_files
 
 
 class Stage:
-    """A directory that shows one state after another, changing only what differs."""
+    """A directory that shows one state after another by changing only the differences."""
 
     def __init__(self, place: Path) -> None:
         self.path = place / "run"
@@ -35,7 +35,7 @@ class Stage:
         return self.path
 
     def forget(self) -> None:
-        """Empty the directory, which someone has changed."""
+        """Empty the directory, which the code under test has changed."""
         for name in os.listdir(self.path):
             remove(self.path / name)
         self._now = {}
@@ -69,7 +69,9 @@ class Outcome:
 
 
 def start_from(run_dir: Path, *, is_whole: Callable[[Path], bool]) -> Outcome:
-    """Do what a start does before it loads. `is_whole` judges without the code under test."""
+    """Do everything that a start does before it loads. `is_whole` judges without the code under
+    test.
+    """
     try:
         selection = choice.select(run_dir)
     except choice.NoUsableCheckpointError:
@@ -85,8 +87,8 @@ def start_from(run_dir: Path, *, is_whole: Callable[[Path], bool]) -> Outcome:
 
 @dataclass(frozen=True)
 class Promise:
-    """A start must find `acknowledged` or a newer step, and none of the `abandoned`; `known`: all
-    steps ever acknowledged.
+    """A start must find `acknowledged` or a newer step, and none of the `abandoned` steps. `known`:
+    all steps ever acknowledged.
     """
 
     acknowledged: int | None = None
@@ -104,7 +106,7 @@ class Promise:
         return self
 
     def broken_by(self, outcome: Outcome) -> str:
-        """Return what is wrong with a start; empty if nothing is."""
+        """Return the fault of a start; empty if there is none."""
         step = outcome.step
         promised = self.acknowledged
         if outcome.error:
@@ -119,7 +121,7 @@ class Promise:
 @dataclass
 class Report:
     """reached: every state with the promise that held when the power failed last; num_torn: states
-    in which a checkpoint is broken under its final name, and was not so at the start.
+    in which a checkpoint is broken under its final name, but was not broken at the start.
     """
 
     num_sampled_cuts: int = 0
@@ -133,12 +135,12 @@ class Report:
 
 
 class Explorer:
-    """Judges all states of any number of logs; each state once."""
+    """Judges all states of any number of logs, each state once."""
 
     def __init__(
         self, place: Path, *, is_whole: Callable[[Path], bool], max_combinations: int, seed: int = 0
     ) -> None:
-        """If a cut has more than `max_combinations`, that many are drawn by `seed`."""
+        """If a cut has more than `max_combinations` states, that many are drawn by `seed`."""
         self.stage = Stage(place)
         self.outcomes = {}
         self._is_whole = is_whole

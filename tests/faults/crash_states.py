@@ -28,16 +28,16 @@ TimedOperation = tuple[int, Operation]
 
 WITHOUT_EFFECT = ("close", "phase")
 ACKNOWLEDGED = "acknowledged"
-"""From this mark on its step must be found."""
+"""After this mark, a start must find this step."""
 MOVED_BACK = "moved_back"
-"""A person pointed back to this step: newer ones are void."""
+"""The user pointed back to this step, so newer ones are void."""
 
 
 @contextmanager
 def recording() -> Iterator[list[TimedOperation]]:
     """Collect the file operations of this process, and when a step is acknowledged.
 
-    From `commit` on a step must not be lost; `publish` repeats that.
+    After `commit`, a step must not be lost; `publish` repeats this promise.
     """
     log = []
 
@@ -65,13 +65,13 @@ def mark(kind: str, step: int) -> Operation:
 
 
 def marked_step(operation: Operation, kind: str) -> int | None:
-    """Return the step of a mark of this kind; None for every other operation."""
+    """Return the step of a mark of this kind, or None for any other operation."""
     name, _, step = operation.path.name.partition(".")
     return int(step) if (operation.kind, name) == ("phase", kind) else None
 
 
 def merge(*logs: Iterable[TimedOperation]) -> list[Operation]:
-    """Return one log made from those of several processes, in the order of time."""
+    """Return a single log from the logs of several processes, in order of time."""
     return [operation for _, operation in sorted(itertools.chain(*logs), key=lambda item: item[0])]
 
 
@@ -90,14 +90,14 @@ def coalesced(log: Iterable[Operation]) -> list[Operation]:
 
 
 def read_tree(path: Path) -> Tree:
-    """Return what is on the disk. Raises `OSError` for links and devices."""
+    """Return the content of the disk. Raises `OSError` for links and devices."""
     if path.is_symlink() or not path.is_dir():
         return fsio.read_bytes(path)
     return tuple((name, read_tree(path / name)) for name in fsio.list_dir(path))
 
 
 class File:
-    """`durable` bytes, and `pending` ones that are not synced yet."""
+    """`durable` bytes, and `pending` bytes that are not synced yet."""
 
     def __init__(self, durable: bytes) -> None:
         self.durable = durable
@@ -108,7 +108,9 @@ class File:
         self.pending = b""
 
     def variants(self) -> list[bytes]:
-        """Return possible contents after a crash: pending bytes lost, cut, zeroed, or (last) whole."""
+        """Return possible contents after a crash: pending bytes lost, cut, zeroed, or (last)
+        complete.
+        """
         if not self.pending:
             return [self.durable]
         data = self.pending
@@ -148,7 +150,7 @@ class Directory:
         self.pending = []
 
     def after(self, kept: Iterable[bool]) -> "dict[str, Node]":
-        """Return the entries if only the `kept` ones of the pending changes reach the disk."""
+        """Return the entries if only the `kept` pending changes reach the disk."""
         entries = dict(self.durable)
         for change, is_kept in zip(self.pending, kept, strict=True):
             if is_kept:
@@ -160,7 +162,9 @@ Node = File | Directory
 
 
 class Disk:
-    """A directory on a disk that forgets: replays operations and lists states after a power loss."""
+    """A directory on a disk that forgets unsynced data. It replays operations and lists states
+    after a power loss.
+    """
 
     def __init__(self, start: Tree, root: Path) -> None:
         """`start` is durable; `root`: the directory in the paths of the operations."""
@@ -205,18 +209,18 @@ class Disk:
         return node
 
     def now(self, path: Path) -> Tree:
-        """Return what a process sees at `path`, synced or not."""
+        """Return the content that a process sees at `path`, synced or not."""
         return _now(self._node(path))
 
     def num_combinations(self) -> int:
         return _num_combinations(self._root)
 
     def states(self) -> Iterator[Tree]:
-        """Yield every state after a power loss now, some more than once."""
+        """Yield every state after a power loss at this moment, some of them repeatedly."""
         return _states(self._root, {})
 
     def sample(self, count: int, chance: random.Random) -> Iterator[Tree]:
-        """Yield `count` of the states: nearly all lost, nearly all kept, or between."""
+        """Yield `count` of the states: nearly all changes lost, nearly all kept, or in between."""
         for _ in range(count):
             yield _pick(self._root, chance, keep=chance.choice((0.1, 0.5, 0.9)))
 
@@ -234,7 +238,7 @@ def _now(node: Node) -> Tree:
 
 
 def _num_combinations(node: Node) -> int:
-    """Count the combinations, also of entries that only some of them name."""
+    """Count the combinations, including entries that only some of them have."""
     if isinstance(node, File):
         return len(node.variants())
     count = 2 ** len(node.pending)

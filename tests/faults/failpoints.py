@@ -50,7 +50,7 @@ def points_of_a_save(run_dir: Path, source, *, async_save: bool) -> list[Point]:
 
 @dataclass(frozen=True)
 class Failure:
-    """The operation `point`, in any save of its rank, raises the error `number`."""
+    """The operation `point` raises the error `number`, in any save of its rank."""
 
     point: Point
     number: int
@@ -61,7 +61,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The statement of one rank about the save of one step."""
+    """One rank's report about the save of one step."""
 
     step: int
     is_saved: bool
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def outcomes() -> list[Outcome]:
-    """Return all statements of this rank's manager about its saves."""
+    """Return all reports of this rank's manager about its saves."""
     return [
         Outcome(step, True) if kind == "checkpoint" else Outcome(step, False, message)
         for kind, step, message in TOLD
@@ -80,7 +80,7 @@ def train_with_failures(
     world: World, run_dir: Path, source, recipe: Recipe, failures: Sequence[Failure]
 ) -> tuple[list[Outcome], list[Survey]]:
     """The saves of steps 2, 4, 6, ... meet `failures`. Return the outcomes and, on the main rank,
-    what was there after each save.
+    the content of the run directory after each save.
     """
     surveys = []
 
@@ -102,9 +102,7 @@ def train_with_failures(
 def failing_saves(
     failures: Sequence[Failure], run_dir: Path, source, *, async_save: bool
 ) -> list[str]:
-    """Save at every step, every second one with the next of `failures`; return what goes wrong
-    beyond that.
-    """
+    """Save at every step, every second time with the next of `failures`. Return all other faults."""
     run_dir.mkdir()
     recipe = Recipe(total_steps=2 * len(failures) + 1, save_freq=1, keep=1, async_save=async_save)
     (told, surveys), (others, _) = run_ranks(
@@ -124,8 +122,8 @@ def failing_saves(
 
 
 def _faults_of(failure: Failure, outcome: Outcome, after: Survey) -> list[str]:
-    """Until it is durable under its name the save fails everywhere and older ones are unchanged;
-    then it is saved.
+    """Until the checkpoint is durable under its name, the save fails on all ranks and older
+    checkpoints are unchanged. Afterwards it counts as saved.
     """
     step = outcome.step
     point = failure.point

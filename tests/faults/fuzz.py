@@ -38,11 +38,13 @@ INSTRUMENTED = ["trainer", "json", "yaml", "omegaconf", "hydra", "jinja2"]
 """Packages whose branches guide the fuzzer."""
 
 Target = Callable[[bytes, Path], object]
-"""Reads an input; the directory is empty and its own."""
+"""Reads an input; the directory is empty, and no other target uses it."""
 
 
 def instrumented_imports() -> contextlib.AbstractContextManager[Any]:
-    """Let atheris see the branches of what is imported inside; do nothing without atheris."""
+    """Let atheris trace the branches of modules that are imported inside; do nothing without
+    atheris.
+    """
     if "atheris" not in sys.modules:
         return contextlib.nullcontext()
     import atheris
@@ -91,7 +93,7 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
         return target
 
     def manifest(data: bytes, directory: Path) -> None:
-        """A manifest as written, and with a digest that fits its changed content."""
+        """A manifest as written, and with a digest that matches its changed content."""
         with contextlib.suppress(ManifestError):
             parse_manifest(data, step=4)
         try:
@@ -131,7 +133,7 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
         return target
 
     def mirror(data: bytes, directory: Path) -> None:
-        """A mirror whose listing has a fuzzed name and a file of fuzzed bytes behind each name."""
+        """A mirror whose listing has a fuzzed name, and a file of fuzzed bytes for each name."""
         files = MemoryFileSystem()
         files.store = {}
         files.pseudo_dirs = [""]
@@ -214,7 +216,7 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
 def run_input(
     target: Target, answered: tuple[type[Exception], ...], data: bytes, root: Path
 ) -> None:
-    """Run one input in a directory of its own. Raises what the product would crash with."""
+    """Run one input in a separate directory. Raises any error that would crash the product."""
     directory = root / "input"
     directory.mkdir()
     try:
@@ -256,7 +258,7 @@ def fuzz_one(name: str, seconds: int, seed: int, root: Path) -> None:
 
 
 def fuzz_all(_: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fuzz every target in a process of its own; keep the inputs that fail in the corpus."""
+    """Fuzz every target in a separate process, and keep failing inputs in the corpus."""
     seed = arguments.seed
     names = arguments.only or list(make_targets()[0])
     seconds = max(1, round(arguments.minutes * 60 / len(names)))

@@ -1,4 +1,4 @@
-"""The safeguards of the CUDA paths: the finding of docs/gpu.md that each one settles, and how to
+"""The safeguards of the CUDA paths: the finding of docs/gpu.md that each one fixes, and how to
 remove it (see mutations.py).
 """
 

@@ -1,9 +1,9 @@
-"""Machines on one machine: namespaces with their own network, host name, processes and /etc/hosts,
-on one switch.
+"""Simulated machines on one machine: namespaces with separate network, host name, processes and
+/etc/hosts, on one switch.
 
-Each host finds its own name at 127.0.1.1, as on Debian, and the names of the others at their
-addresses. A host is alive as long as the first process of its namespace; killing that kills all it
-runs. Needs root and iproute2.
+Each host resolves its own name to 127.0.1.1, as on Debian, and the names of the others to their
+addresses. A host lives as long as the first process of its namespace; killing that process kills
+everything that the host runs. Needs root and iproute2.
 """
 
 import os
@@ -21,7 +21,7 @@ NETWORK = "10.77.0"
 
 
 def why_not() -> str:
-    """Why there can be no namespaces here; empty when there can."""
+    """The reason why namespaces are impossible here; empty if they are possible."""
     if os.geteuid() != 0:
         return "only root makes network namespaces"
     for name in ("ip", "unshare", "nsenter", "mount", "hostname"):
@@ -36,7 +36,9 @@ def why_not() -> str:
 
 @dataclass
 class Host:
-    """A machine: `namespace` is the pid of its first process, `switch` that of the network's."""
+    """A machine: `namespace` is the pid of its first process, `switch` the pid of the network's
+    first process.
+    """
 
     name: str
     address: str
@@ -47,18 +49,16 @@ class Host:
     def start(
         self, command: list[str], *, cwd: Path, env: dict[str, str], log: IO[bytes]
     ) -> "subprocess.Popen[bytes]":
-        """A command on this machine; it returns the command's exit code, or -9 when the machine
-        was killed.
-        """
+        """Run a command on this machine. Return its exit code, or -9 if the machine was killed."""
         inside = self.entering("env", f"--chdir={cwd}", *command)
         return subprocess.Popen(inside, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def entering(self, *command: str) -> list[str]:
-        """The words that run a command on this machine."""
+        """Return the words that run a command on this machine."""
         return _entering(self.namespace, *command)
 
     def cut_off(self) -> None:
-        """Pull the cable: connections stay, and nothing comes through them."""
+        """Pull the cable: connections stay open, but nothing passes through them."""
         _run(self.switch, f"ip link set {self.name} down")
 
     def plug_in(self) -> None:
@@ -72,8 +72,8 @@ class Host:
 
 @contextmanager
 def network(num_hosts: int, *, hosts_dir: Path) -> Iterator[list[Host]]:
-    """That many hosts, gone with all they run at the end of the block; `hosts_dir` takes their
-    /etc/hosts.
+    """Start this number of hosts, and end them with all their processes at the end of the block.
+    `hosts_dir` holds their /etc/hosts.
     """
     addresses = {f"host{number}": f"{NETWORK}.{number + 1}" for number in range(num_hosts)}
     with _namespaces("--net") as (_, switch), ExitStack() as held:

@@ -52,21 +52,23 @@ BASE = (
     "trainer.hang_timeout_s=120",
 )
 LATEST_S = {"after a step": 0.3, "in a save": 0.06, "at the end": 1.0}
-"""Where a trial strikes, and the longest wait from there on."""
+"""Where a trial strikes, and the longest wait from that point."""
 GONE_WITHIN_S = 30.0
-"""torchrun lets a rank that waits in C code live 30 s after another has left."""
+"""torchrun lets a rank that waits in C code live for 30 s after another rank has exited."""
 ENDED_WITHIN_S = 120.0
 NOT_STRUCK = "over before the strike"
 TIMED = re.compile(
     "ts|attempt|train/time|(time|throughput|memory|system|ckpt|obs)/|progress/(attempt|elapsed|eta|goodput|lost)"
 )
-"""Numbers that differ between equal runs."""
+"""Values that differ between equal runs."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """The disturbance of one start of a run: strike `after_s` after a step, in the next save, or at
-    the end. `steps`: share of the remaining steps.
+    the end.
+
+    `steps`: share of the remaining steps.
     """
 
     seed: int
@@ -94,7 +96,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """A run under way; `straight`: the directory of an undisturbed one."""
+    """A run in progress. `straight`: the directory of an undisturbed run."""
 
     run_dir: Path
     world_size: int
@@ -111,14 +113,14 @@ class Run:
 
 
 def announced(run_dir: Path) -> set[int]:
-    """Return the steps that the last attempt said it had saved."""
+    """Return the steps that the last attempt reported as saved."""
     output = run_dir.with_suffix(".log").read_text()
     return set(map(int, re.findall(r"saved \S+/global_step_(\d+)\b", output)))
 
 
 def rows_of(run_dir: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
     """Return the rows of every attempt by kind, step and attempt. A kill may tear the last line, a
-    power cut any.
+    power cut any line.
     """
     path = run_dir / "metrics.jsonl"
     rows = {}
@@ -134,7 +136,7 @@ def places_of(run_dir: Path) -> set[tuple[str, int]]:
 
 
 class Campaign:
-    """A sequence of trials on runs, each of which is used until it is complete."""
+    """A sequence of trials on runs. Each run is used until it is complete."""
 
     def __init__(self, root: Path, *, seed: int) -> None:
         self._root = root
@@ -147,7 +149,7 @@ class Campaign:
         self.faults = []
 
     def run_all(self, strikes: dict[str, int]) -> None:
-        """Strike as often as `strikes` says, by kind, until there is a fault."""
+        """Strike according to `strikes` (number by kind) until there is a fault."""
         plan = [how for how, count in strikes.items() for _ in range(count)]
         random.Random(self._seed).shuffle(plan)
         number = 0
@@ -160,7 +162,9 @@ class Campaign:
                 break
 
     def _run_trial(self, number: int, how: str) -> bool:
-        """Start the current run, strike it, and check what it left. False if it was not struck."""
+        """Start the current run, strike it, and check the result. Return False if it was not
+        struck.
+        """
         current = self._current = self._current or self.new_run(number)
         trial = Trial.draw(self._seed * 1_000_000 + number, current.world_size, how)
         moment, code = self._strike(trial, current)
@@ -186,8 +190,8 @@ class Campaign:
         return Run(self._root / f"run{self._num_runs}", world_size, words, straight)
 
     def _strike(self, trial: Trial, current: Run) -> tuple[str, int | None]:
-        """Start all ranks, strike, and wait until they are gone. Return where the strike fell, and
-        the exit code.
+        """Start all ranks, strike, and wait until they are gone. Return the place of the strike,
+        and the exit code.
         """
         begun_at = layout.read_pointer(current.run_dir).step or 0
         due_step = begun_at + 1 + int(trial.steps * (TOTAL_STEPS - begun_at))
@@ -223,7 +227,7 @@ class Campaign:
             return moment, code
 
     def _cut_power(self, trial: Trial, current: Run, attempt: Attempt) -> None:
-        """Kill all processes, also those that ranks have started, and let the disk forget."""
+        """Kill all processes, including those started by ranks, and let the disk forget."""
         ranks = [psutil.Process(rank.pid) for rank in attempt.ranks]
         started = [child for rank in ranks for child in rank.children(recursive=True)]
         attempt.send(signal.SIGKILL)
@@ -239,8 +243,8 @@ class Campaign:
         self.counts["cuts that took rows of metrics"] += bool(lost)
 
     def _differences(self, current: Run) -> list[str]:
-        """Return how the run differs from the undisturbed one, except for rows that power cuts took
-        and no attempt repeated.
+        """Return the differences between the run and the undisturbed one, except for rows that
+        power cuts lost and no attempt repeated.
         """
         differences = compare_runs(current.straight, current.run_dir, steps=TOTAL_STEPS).differences
         lost = self._lost_rows - places_of(current.run_dir)
@@ -252,7 +256,7 @@ class Campaign:
 
 
 def check(current: Run, code: int | None, how: str) -> list[str]:
-    """Return what is wrong with what a start left that was struck by `how`, or not at all."""
+    """Return the faults in the result of a start that was struck by `how`, or not at all."""
     run_dir = current.run_dir
     if code is None:
         return [f"not gone {GONE_WITHIN_S:.0f} s after the strike"]
@@ -284,7 +288,7 @@ def check(current: Run, code: int | None, how: str) -> list[str]:
 
 
 def different_rows(current: Run) -> list[str]:
-    """Return numbers in any attempt that are not those of the undisturbed run, bit by bit."""
+    """Return numbers of any attempt that differ in a bit from the undisturbed run."""
     expected = {(kind, step): row for (kind, step, _), row in rows_of(current.straight).items()}
     found = []
     for (kind, step, _), row in rows_of(current.run_dir).items():
@@ -297,9 +301,9 @@ def different_rows(current: Run) -> list[str]:
 
 
 def different_checkpoints(current: Run) -> list[str]:
-    """Return how the checkpoints of a finished run differ from those due.
+    """Return the differences between the checkpoints of a finished run and those due.
 
-    The newest are kept. A stop saves between the steps that are due: there an attempt continued.
+    The newest are kept. A stop saves between the due steps, at steps where an attempt continued.
     """
     undisturbed = layout.committed(current.straight)
     firsts = {}

@@ -1,4 +1,4 @@
-"""A disk that keeps only what was synced (shim.c), and what a power cut leaves of a directory on it."""
+"""A disk that keeps only synced data (shim.c), and the effect of a power cut on a directory on it."""
 
 import os
 import random
@@ -20,7 +20,7 @@ def build_shim(directory: Path) -> Path:
 
 
 def run_on_lying_disk() -> int:
-    """Run this program again, and all that it starts, on such a disk; return its exit code."""
+    """Run this program again, with all its child processes, on such a disk. Return its exit code."""
     with tempfile.TemporaryDirectory(prefix="disk-", dir="/dev/shm") as directory:
         root = Path(directory, "root")
         shadow = Path(directory, "shadow")
@@ -32,8 +32,10 @@ def run_on_lying_disk() -> int:
 
 
 def cut_power(run_dir: Path, seed: int) -> None:
-    """Leave of a directory, in which no process is alive, what a power cut may leave. Its own name is
-    durable; each unsynced change of a name, and each unsynced block, survives or not.
+    """Reduce a directory, in which no process is alive, to a state that a power cut may leave.
+
+    Its own name is durable. Each unsynced change of a name, and each unsynced block, survives or
+    not.
     """
     chance = random.Random(seed)
     disk = _Disk(run_dir, survives=chance.choice((0.0, 0.1, 0.5, 0.9, 1.0)), chance=chance)
@@ -50,7 +52,7 @@ def cut_power(run_dir: Path, seed: int) -> None:
 
 
 Entry = tuple[int, bool]
-"""Inode number, and whether it is a directory."""
+"""Return the inode number, and True for a directory."""
 
 
 class _Disk:
@@ -61,7 +63,7 @@ class _Disk:
         self._live = {path.stat().st_ino: path for path in (run_dir, *run_dir.rglob("*"))}
 
     def leave(self, inode: int, target: Path) -> None:
-        """Fill the new directory `target` with what is left of the one with this inode number."""
+        """Fill the new directory `target` with the remains of the directory with this inode number."""
         for name, (child, is_dir) in self._names(inode).items():
             if is_dir:
                 (target / name).mkdir()
@@ -70,7 +72,7 @@ class _Disk:
                 (target / name).write_bytes(self._bytes(child))
 
     def _names(self, inode: int) -> dict[str, Entry]:
-        """Return synced names, and those that took their place or were added since if they survived."""
+        """Return synced names, and later names that survived."""
         synced = {}
         for line in self._kept(inode).decode().splitlines():
             child, is_dir, name = line.split(" ", 2)
@@ -91,7 +93,7 @@ class _Disk:
         return names | {name: entry for name, entry in now.items() if entry in survivors}
 
     def _bytes(self, inode: int) -> bytes:
-        """Return each block as it was synced, or as it is now; unwritten ones are zero."""
+        """Return each block as it was synced, or as it is now. Unwritten blocks are zero."""
         synced = self._kept(inode)
         now = self._live[inode].read_bytes() if inode in self._live else synced
         if now == synced:

@@ -26,7 +26,7 @@ MUTATIONS = (*SAFEGUARDS, *GPU_SAFEGUARDS)
 
 
 def mutated_copy(mutation: Mutation, target: Path) -> None:
-    """The repository as it is, with one safeguard removed."""
+    """A copy of the repository with one safeguard removed."""
     for name in ("trainer", "tests", "conf", "docs"):
         shutil.copytree(
             REPOSITORY / name, target / name, ignore=shutil.ignore_patterns("__pycache__")
@@ -47,7 +47,7 @@ def apply(mutation: Mutation, text: str) -> str:
 
 
 def caught_by(mutation: Mutation) -> str | None:
-    """The first test file that fails without the safeguard; None if all pass."""
+    """Return the first test file that fails without the safeguard; None if all pass."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
         root = Path(directory)
         mutated_copy(mutation, root)

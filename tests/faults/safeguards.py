@@ -1,9 +1,9 @@
-"""The safeguards of checkpoint and resume, and what would remove each (see mutations.py)."""
+"""The safeguards of checkpoint and resume, and how to remove each of them (see mutations.py)."""
 
 
 class Mutation:
-    """`old`, which stands once in `file` below trainer/, becomes `new`; one of `tests` below tests/
-    (a file, or a test of it) must then fail.
+    """`old`, which occurs once in `file` below trainer/, becomes `new`. Then one of `tests` below
+    tests/ (a file, or a test in it) must fail.
     """
 
     def __init__(self, name: str, file: str, old: str, new: str, *tests: str) -> None:

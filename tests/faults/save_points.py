@@ -19,8 +19,10 @@ _NONCE = re.compile(r"\.[0-9a-f]{8}(?=$|[ '/]|\.tmp)")
 
 @dataclass(frozen=True)
 class Point:
-    """Operation number `index` in save number `save` of a rank; save 0 is the start, until the
-    first save. `phase` is what it belongs to; `label` describes it, equal in every run.
+    """Operation number `index` in save number `save` of a rank. Save 0 is the time until the first
+    save.
+
+    `phase`: the phase that contains it; `label`: a description that is equal in every run.
     """
 
     rank: int
@@ -39,7 +41,7 @@ class Point:
 
     @property
     def is_commit_sync(self) -> bool:
-        """True for the sync of the checkpoint's name, which is there already."""
+        """True for the sync of the checkpoint's name, at which the name already exists."""
         return self.label == "fsync_dir . after the commit"
 
     @property
@@ -53,12 +55,12 @@ class Point:
 
     @property
     def path(self) -> str:
-        """Relative to the run directory, empty for itself."""
+        """Relative to the run directory; empty for the run directory itself."""
         return self.label.split(" ")[1].removesuffix(".")
 
 
 def plain(text: str) -> str:
-    """Remove what differs from run to run."""
+    """Remove the parts that differ between runs."""
     return _NONCE.sub("", _STEP.sub("global_step_N", text))
 
 
@@ -106,7 +108,7 @@ class Watch:
 def thinned(points: Sequence[Point]) -> list[Point]:
     """Return all operations except writes, and the first, middle and last write of each file.
 
-    Between them the staged file only grows, and nothing reads it.
+    Between these writes the staged file only grows, and nothing reads it.
     """
     kept = []
     for is_write, group in groupby(points, key=lambda point: point.label if point.is_write else ""):
@@ -118,7 +120,9 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 @dataclass(frozen=True)
 class Survey:
-    """The contents of a run directory. steps: of whole checkpoints; broken: names of others."""
+    """The contents of a run directory. steps: steps of whole checkpoints; broken: names of broken
+    ones.
+    """
 
     chosen: int | None
     steps: tuple[int, ...]

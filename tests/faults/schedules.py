@@ -73,7 +73,7 @@ from trainer.tools.mirror import restore, upload  # noqa: E402
 STRIDE = 10
 NUM_STRIDES = 4
 TOTAL = STRIDE * NUM_STRIDES
-"""Steps of the run; a rollback needs some distance between them."""
+"""Steps of the run, enough for a rollback."""
 MAX_JOBS = 30
 MAX_TICKS = 40_000
 DIST_TIMEOUT_S = 600.0
@@ -89,20 +89,21 @@ EVENTS = {
     "started twice": 2,
     "told to stop": 2,
 }
-"""What goes wrong, with the weight by which it is drawn. A lock is lost while its holder is held up."""
+"""Possible faults, with the weights for drawing them. A lock is lost while its holder is delayed.
+"""
 STORAGE_FAULTS = ("killed before", "killed after", "killed within", "refused", "cut", "late")
 STORAGE_FAULT_CHANCE = 0.02
 COLLECT_EVERY = 20
 """Schedules between two garbage collections: garbage holds open files."""
 FINGERPRINTS = {"data": "rows"}
 EXPECTED = (ResumableError, CannotWriteError, DistError, SystemExit)
-"""Errors that a run may end with; the same command continues."""
+"""Errors with which a run may end, and from which the same command continues."""
 
 Contents = dict[str, bytes]
 
 
 class Fault(BaseException):
-    """A promise is broken; no `except` of the code under test catches it."""
+    """A promise is broken. No `except` in the code under test catches this."""
 
 
 class SimulatedWorld(World):
@@ -350,7 +351,7 @@ def train(
 
 
 class Schedule:
-    """All that one seed draws; `run` raises `Fault`."""
+    """Everything that one seed draws. `run` raises `Fault`."""
 
     def __init__(self, seed: int, work: Path, *, is_traced: bool = False) -> None:
         self.seed = seed
@@ -434,7 +435,7 @@ class Schedule:
                     print(f"{self.hub.ticks:5} *** {kind}")
 
     def _happens(self, kind: str, thread: Thread) -> bool:
-        """Return False if this cannot happen yet."""
+        """Return False if this event is impossible now."""
         alive = [job for job in self.jobs if not job.is_over]
         job = self.chance.choice(alive)
         ranks = [p for p in job.processes if "rank" in p.name and not p.is_over]
@@ -489,14 +490,14 @@ class Schedule:
         self.promised, self.undone = self.up, set(self.up_undone)
 
     def _steal(self, job: Job, main_rank: Process) -> None:
-        """Let the server of the lock forget its holder, and another run take over."""
+        """Let the lock server forget its holder, and let another run take over."""
         self._unlock(main_rank)
         self.begin_job()
         thief = self.jobs[-1]
         main_rank.suspended_until = lambda: self.owner is thief or thief.is_over
 
     def _unlock(self, process: Process) -> None:
-        """Do what the kernel does when a process ends."""
+        """Simulate what the kernel does when a process ends."""
         for descriptor, inode in self._locks.pop(process, []):
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
@@ -510,7 +511,7 @@ class Schedule:
     # What is on the disk.
 
     def follow_disk(self) -> None:
-        """Take what is on the disk for durable, and follow every operation from here on."""
+        """Treat the content of the disk as durable, and follow every operation from here on."""
         self.disk = Disk(read_tree(self.run_dir), self.run_dir)
 
     def observe(self, operation: Operation) -> None:
@@ -529,7 +530,7 @@ class Schedule:
 
     @contextmanager
     def in_window(self) -> Iterator[Job | None]:
-        """Mark the time after the main rank has seen that it holds the lock."""
+        """Mark the time after the main rank has checked that it holds the lock."""
         job = self._current_job()
         if job is None:
             yield None
@@ -633,7 +634,7 @@ class Schedule:
             raise Fault(f"{info.path.name} is not as saved: {sorted(different)}")
 
     def _judge_mirror(self) -> None:
-        """Let a machine with an empty disk take the last checkpoint."""
+        """Let a machine with an empty disk restore the last checkpoint."""
         other = self.run_dir.with_name("machine")
         config = replace(self.config, default_local_dir=str(other))
         with self.storage.undisturbed():
@@ -715,7 +716,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
 
 @contextmanager
 def closing_locks() -> Iterator[None]:
-    """Close what killed processes left open, as the kernel does."""
+    """Close files that killed processes left open, as the kernel does."""
     try:
         yield
     finally:
@@ -724,7 +725,7 @@ def closing_locks() -> Iterator[None]:
 
 
 def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], int, list[str]]:
-    """Run these seeds in memory; return what happened, the number of operations, and faults."""
+    """Run these seeds in memory. Return the events, the number of operations, and the faults."""
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     met = Counter()

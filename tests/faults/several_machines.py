@@ -36,7 +36,7 @@ STRIKE_AT = 12
 HANG_TIMEOUT_S = 15
 DIST_TIMEOUT_S = TrainerConfig(hang_timeout_s=HANG_TIMEOUT_S).dist_timeout_s
 LIMIT_S = 110.0
-"""For a start to be over: the import of torch, `DIST_TIMEOUT_S`, and half a minute in which the
+"""Time for a start to end: the import of torch, `DIST_TIMEOUT_S`, and half a minute in which the
 launcher ends a run.
 """
 WORDS = (
@@ -52,7 +52,7 @@ Codes = dict[str, int | str]
 
 @dataclass
 class Cluster:
-    """A run on some machines, with one process of the launcher on each."""
+    """A run on some machines, with one launcher process on each."""
 
     hosts: list[Host]
     run_dir: Path
@@ -63,7 +63,7 @@ class Cluster:
     killed: set[str] = field(default_factory=set)
 
     def start(self, host: Host) -> None:
-        """Start the launcher on one machine. All machines know the name of the first."""
+        """Start the launcher on one machine. All machines know the name of the first one."""
         env = {
             **os.environ,
             "NNODES": str(len(self.hosts)),
@@ -98,7 +98,7 @@ class Cluster:
         host.kill()
 
     def codes(self) -> Codes:
-        """Exit code of each machine's launcher, or the end of its log if it hangs."""
+        """Return the exit code of each machine's launcher, or the end of its log if it hangs."""
         deadline = time.monotonic() + LIMIT_S
         codes = {}
         for host in self.hosts:
@@ -116,7 +116,7 @@ def cut_off(cluster: Cluster) -> None:
 
 
 def cut_off_for_a_moment(cluster: Cluster) -> None:
-    """Shorter than the limit: the connections stay."""
+    """The cut is shorter than the limit, so connections survive."""
     cluster.hosts[-1].cut_off()
     time.sleep(3.0)
     cluster.hosts[-1].plug_in()
@@ -127,12 +127,12 @@ def kill_last(cluster: Cluster) -> None:
 
 
 def kill_first(cluster: Cluster) -> None:
-    """The machine where the ranks meet, which decides for all."""
+    """The machine where the ranks meet and which decides for all."""
     cluster.kill(cluster.hosts[0])
 
 
 def stop_one(cluster: Cluster) -> None:
-    """A scheduler's signal to the launcher of one machine: all save and leave."""
+    """Send a scheduler's signal to the launcher of one machine. All ranks save and exit."""
     _signal_oldest(cluster.hosts[-1], signal.SIGTERM, f"trainer.launch {cluster.num_ranks} ")
 
 
@@ -142,7 +142,7 @@ def kill_rank(cluster: Cluster) -> None:
 
 
 def _signal_oldest(host: Host, number: signal.Signals, pattern: str) -> None:
-    """Signal the oldest process with such a command line, not the loader workers it forks."""
+    """Signal the oldest process with this command line, not the loader workers that it forks."""
     subprocess.run(host.entering("pkill", f"-{number.value}", "-o", "-f", pattern), check=True)
 
 
@@ -179,7 +179,7 @@ CASES = (
 
 
 class Campaign:
-    """Runs cases one after the other. The first undisturbed one is what others are compared with."""
+    """Runs cases one after another. The first, undisturbed run is the reference for the others."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -188,7 +188,7 @@ class Campaign:
         self._num_runs = 0
 
     def run(self, case: Case) -> dict[str, Any]:
-        """Codes and seconds of the struck start, codes of the start after it, and what is wrong."""
+        """Return codes and seconds of the struck start, codes of the next start, and the faults."""
         run_dir = self.root / f"run{self._num_runs}"
         self._num_runs += 1
         codes, struck_s = self._start(run_dir, case)
@@ -207,7 +207,9 @@ class Campaign:
         return {**result, "faults": faults}
 
     def _start(self, run_dir: Path, case: Case) -> tuple[Codes, float]:
-        """Codes, and the seconds from the strike, or from the start without one, to the end."""
+        """Return the codes, and the seconds from the strike (or from the start, without one) to the
+        end.
+        """
         with network(case.num_hosts, hosts_dir=self.root) as hosts:
             cluster = Cluster(hosts, run_dir, case.num_ranks, self.words, case.has_torchrun)
             for host in hosts[max(0, -case.num_late) : case.num_hosts - max(0, case.num_late)]:

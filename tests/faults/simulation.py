@@ -16,16 +16,16 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 TICK_S = 0.01
 STAY = 0.6
-"""Chance that the process that ran last runs on."""
+"""The probability that the process that ran last continues."""
 
 
 class DistError(RuntimeError):
-    """A rank is gone, or did not come in time."""
+    """A rank is gone, or did not arrive in time."""
 
 
 @dataclass(eq=False)
 class Process:
-    """One operating system process. Its threads die with it and when its main thread ends."""
+    """One operating system process. Its threads die with it, and when its main thread ends."""
 
     name: str
     hub: "Hub"
@@ -50,7 +50,7 @@ class Process:
 
 
 class Thread:
-    """`result` and `done` answer as those of a future."""
+    """`result` and `done` behave like those of a future."""
 
     def __init__(self, process: Process, work: Callable[[], Any]) -> None:
         self.process = process
@@ -100,7 +100,9 @@ class Hub:
     """Runs all processes of a schedule."""
 
     def __init__(self, chance: random.Random, on_tick: Callable[[Thread], None]) -> None:
-        """`on_tick` is called before a thread runs on: it may kill, or set a `failure`."""
+        """`on_tick` is called before a thread continues. It may kill the thread, or set a
+        `failure`.
+        """
         self.chance = chance
         self.now = 0.0
         self.ticks = 0
@@ -115,7 +117,7 @@ class Hub:
 
     @property
     def current(self) -> Thread | None:
-        """The thread that runs; None in the hub itself."""
+        """The running thread; None in the hub itself."""
         return None if getcurrent() is self.main else self._last
 
     def spawn(self, process: Process, work: Callable[[], Any]) -> Thread:
@@ -129,7 +131,7 @@ class Hub:
     def wait(
         self, place: str, ready: Callable[[], bool] | None, *, timeout_s: float | None = None
     ) -> bool:
-        """Give way until `ready`; False if it is not within `timeout_s`."""
+        """Yield until `ready`. Return False if that does not happen within `timeout_s`."""
         if self._is_closing:
             raise GreenletExit
         thread = self.current
@@ -149,13 +151,13 @@ class Hub:
         self.wait("sleep", lambda: False, timeout_s=seconds)
 
     def die(self) -> None:
-        """The running process is killed here and now."""
+        """Kill the running process immediately."""
         thread = self.current
         thread.process.kill()
         self.main.switch()
 
     def step(self) -> bool:
-        """Let one thread run to its next operation; False if none is left that ever can."""
+        """Let one thread run to its next operation. Return False if no thread can ever continue."""
         self._bury()
         able = [thread for thread in self._threads if thread.can_run]
         if not able:
@@ -179,14 +181,14 @@ class Hub:
         return True
 
     def close(self) -> None:
-        """End all threads after the schedule; else their frames would stay in memory."""
+        """End all threads after the schedule. Otherwise their frames would stay in memory."""
         self._is_closing = True
         for thread in (*self._threads, *self._graveyard):
             if not thread.greenlet.dead:
                 thread.greenlet.throw(GreenletExit)
 
     def _bury(self) -> None:
-        """Dead threads are kept, so that no `finally` of theirs runs before the end."""
+        """Dead threads are kept, so that none of their `finally` blocks runs before the end."""
         ended = [t for t in self._threads if t.is_over or t.process.is_over]
         for thread in ended:
             self._threads.remove(thread)
@@ -225,7 +227,7 @@ class Distributed:
         return thread.process
 
     def new_group(self, *, backend: str, timeout: timedelta) -> Ranks:
-        """The n-th call of each rank makes the same group. Collective."""
+        """The n-th calls of all ranks create the same group. Collective."""
         process = self._process
         self._gather(process.group, None)
         self._made[process] = number = self._made.get(process, 0) + 1
@@ -270,7 +272,7 @@ class Distributed:
         return [slot[r] for r in everyone]
 
     def _lose(self, group: Ranks) -> None:
-        """Peers are gone: this rank is told at once, or hears nothing until it is too late."""
+        """Peers are gone: this rank learns it at once, or hears nothing until its timeout."""
         if self._chance.random() < 0.5:
             self._hub.wait("no answer", lambda: False, timeout_s=group.timeout_s)
         raise DistError("Connection closed by peer")

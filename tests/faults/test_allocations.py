@@ -28,7 +28,7 @@ def test_a_failed_allocation_is_named_and_harms_nothing(tmp_path):
 
 
 def train_without_memory_to_delete(world: World, run_dir: Path, scene: Scene) -> int:
-    """Repeat allocation 1030 of seed 8: no memory to list the trash of the last rotation."""
+    """Repeats allocation 1030 of seed 8: no memory to list the trash of the last rotation."""
     listed = fsio.list_dir
 
     def list_dir(path: Path) -> list[str]:

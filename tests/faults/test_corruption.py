@@ -1,5 +1,5 @@
-"""Cases 16 to 18: every damage to any file of a checkpoint is found and named, and the previous
-checkpoint is continued.
+"""Cases 16 to 18: any damage to any file of a checkpoint is found and named, and the run continues
+from the previous checkpoint.
 """
 
 import os
@@ -21,15 +21,15 @@ from trainer.checkpoint.manifest import MANIFEST, verify_files
 OLD = 2
 NEW = 4
 NUM_FLIPS = short_or_full(30, full=300)
-"""In each file."""
+"""Number of damaged places in each file."""
 NUM_OTHERS = short_or_full(2, full=6)
-"""Of each other kind of damage in each file."""
+"""Number of damages of each other kind in each file."""
 BLOCK_BYTES = 4 << 10
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run directory in memory with two checkpoints of two ranks. Tests leave it unchanged."""
+    """A run directory in memory with two checkpoints of two ranks. Tests do not change it."""
     place = tmp_path_factory.mktemp("real")
     if os.access("/dev/shm", os.W_OK):
         place = Path("/dev/shm", f"{place.parent.name}_{place.name}_{os.getpid()}")
@@ -52,7 +52,7 @@ def files_of(run_dir: Path) -> list[str]:
 
 
 def start_of(run_dir: Path) -> tuple[int | None, str]:
-    """Return the step that a start continues from, and what it says about others."""
+    """Return the step from which a start continues, and its messages about other checkpoints."""
     selection = choice.select(run_dir)
     said = [note for note in selection.notes if "skipped" in note]
     for info in selection.candidates:
@@ -64,8 +64,8 @@ def start_of(run_dir: Path) -> tuple[int | None, str]:
 
 
 def require_found(run_dir: Path, what: str, *names: str) -> None:
-    """The damage to one of these files is named. The older checkpoint is continued, unless only the
-    export is damaged.
+    """The damage to one of these files is named. The run continues from the older checkpoint,
+    unless only the export is damaged.
     """
     step, said = start_of(run_dir)
     is_export_only = all(name.startswith(layout.HUGGINGFACE) for name in names)
@@ -83,7 +83,7 @@ def truncate(data: bytearray, chance: random.Random) -> None:
 
 
 def zero(data: bytearray, chance: random.Random) -> None:
-    """Zero a block of the disk, or a smaller file, that was not zero before."""
+    """Zero a block of the disk, or a smaller file, that was not already zero."""
     blocks = [slice(start, start + BLOCK_BYTES) for start in range(0, len(data), BLOCK_BYTES)]
     block = chance.choice([block for block in blocks if any(data[block])])
     data[block] = bytes(len(data[block]))
@@ -94,7 +94,7 @@ def append(data: bytearray, chance: random.Random) -> None:
 
 
 def shift(data: bytearray, chance: random.Random) -> None:
-    """Lose one byte and append one."""
+    """Remove one byte and append one."""
     del data[chance.randrange(len(data) // 2)]
     data += b"."
 
@@ -194,7 +194,7 @@ POINTERS: tuple[bytes | None, ...] = (
     *(b"global_step_20", b"20 10", b"020", b"20.0", "\u0662\u0660".encode(), b"\0\0"),
     *(b"\xff\xfe2\x000\x00", b"25", b"30", b"30\r\n"),
 )
-"""None: no file. Step 25 is not committed, 30 is the newest."""
+"""None: no file. Step 25 is not committed, and 30 is the newest."""
 
 
 def mark_of(run_dir: Path, step: int) -> Path:

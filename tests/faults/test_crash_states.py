@@ -1,4 +1,4 @@
-"""Case 4, power loss: whatever it leaves, a start loses nothing. Each sync is needed for that."""
+"""Case 4, power loss: a start never loses anything, and each sync is needed for that."""
 
 import random
 import re
@@ -29,20 +29,20 @@ from trainer.checkpoint.fsio import Operation
 from trainer.runtime.distributed import World
 
 NUM_STATES = short_or_full(2_000, full=10_000)
-"""At least this many different states are judged."""
+"""The minimum number of different states to judge."""
 MAX_COMBINATIONS = short_or_full(2**7, full=2**14)
-"""Of a cut with more, a sample is drawn; with `pytest --full` no cut has more."""
+"""From a cut with more states, a sample is drawn; with `pytest --full`, all states are used."""
 NUM_RESTARTED = short_or_full(12, full=10_000)
-"""Restarts from states that a start can tell apart."""
+"""Number of restarts from states that a start can distinguish."""
 NUM_SAVED_AGAIN = short_or_full(1, full=3)
-"""Further restarts, followed by a save."""
+"""Number of further restarts that are followed by a save."""
 SEED = 0
 Act = Callable[[Run], None]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A log, its directory, what that held before, and what had been promised."""
+    """A log, its directory, the directory's initial content, and the promises before it."""
 
     root: Path
     start: Tree
@@ -54,7 +54,7 @@ class Recorded:
 
 
 def record(run: Run, prepare: Act, act: Act) -> Recorded:
-    """Record `act`. The result of `prepare` is durable when it begins."""
+    """Record `act`. The result of `prepare` is durable at its beginning."""
     run.run_dir.mkdir(parents=True)
     with recording() as before:
         prepare(run)
@@ -77,7 +77,7 @@ def save(*steps: int) -> Act:
 
 
 def move_back(run: Run, step: int) -> None:
-    """Do what a person does with an editor and `sync`. Before the sync either step may be found."""
+    """Do what a user does with an editor and `sync`. Before the sync, either step may be found."""
     fsio.phase(f"{ACKNOWLEDGED}.{step}")
     fsio.atomic_write(run.run_dir / layout.POINTER, str(step).encode())
     fsio.phase(f"{MOVED_BACK}.{step}")
@@ -127,8 +127,8 @@ def test_no_power_loss_loses_a_checkpoint(memory_dir):
 
 
 def restart_from_some(explorer: Explorer, report: Report, keep: int) -> None:
-    """Restart from some states. It leaves nothing behind, and the power may fail again in it and in
-    a following save.
+    """Restart from some states. A restart leaves nothing behind, and the power may fail again in it
+    and in a following save.
     """
     one_of_each = {visible(state): state for state in report.reached}.values()
     others = random.Random(SEED).sample(list(report.reached), NUM_SAVED_AGAIN)
@@ -156,7 +156,7 @@ def save_recorded(
 def test_no_power_loss_in_the_save_of_two_ranks_loses_a_checkpoint(memory_dir):
     """Two saves with rotation by the real manager; a sample of the many combinations.
 
-    A state that keeps everything is what a kill at this operation leaves.
+    A state that keeps everything is the result of a kill at this operation.
     """
     root = memory_dir / "run"
     root.mkdir()
@@ -172,7 +172,9 @@ def test_no_power_loss_in_the_save_of_two_ranks_loses_a_checkpoint(memory_dir):
 
 
 def whole_in(log: list[Operation], root: Path) -> Callable[[Path], bool]:
-    """Judge a directory by what the log had written when it got its final name."""
+    """Judge a directory by the content that the log had written when the directory got its final
+    name.
+    """
     disk = Disk((), root)
     written = {}
     for operation in log:
@@ -208,7 +210,8 @@ SYNCS = {
     "fsync_dir . after mkdir": "harmless",  # the sync after the final rename covers it
     "fsync_dir global_step_N after mkdir": "harmless",  # as does the sync of the whole tree
 }
-"""Every sync of a save and a rotation, and what a power loss does if only this one is left out."""
+"""Every sync of a save and a rotation, and the effect of a power loss if only this sync is missing.
+"""
 
 
 def test_every_sync_left_out_shows_unless_it_is_known_to_be_spare(memory_dir):
@@ -231,7 +234,9 @@ def test_every_sync_left_out_shows_unless_it_is_known_to_be_spare(memory_dir):
 
 
 def role_of(recorded: Recorded, index: int) -> str:
-    """Name a sync without the numbers of its save, and for a directory what just happened in it."""
+    """Name a sync without the numbers of its save and, for a directory, with the preceding
+    operation in it.
+    """
     operation = recorded.log[index]
     name = plain(operation.path.relative_to(recorded.root))
     if operation.kind == "fsync":

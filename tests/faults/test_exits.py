@@ -1,5 +1,5 @@
-"""Every exit code, with loader workers alive: the run leaves soon after its cause and gives back
-what it holds.
+"""Every exit code, with loader workers alive: the run exits soon after the cause and releases its
+resources.
 """
 
 import errno
@@ -30,7 +30,7 @@ def words(tmp_path_factory) -> tuple[str, ...]:
 
 
 def assert_given_back(run_dir: Path, code: int) -> None:
-    """The lock is empty, and the log has the exit code that the process returned."""
+    """The lock is empty, and the log has the exit code of the process."""
     assert is_given_back(run_dir) and logged_exit_code(run_dir) == code
 
 
@@ -43,7 +43,7 @@ def crash_in_third_step() -> None:
 
 
 def refuse(number: int, kinds: str, name: str = "global", *, is_patient: bool = False) -> None:
-    """From now on these kinds of file operations fail, as on a full or a read-only disk. Unless it is
+    """From now on these kinds of file operations fail, as on a full or read-only disk. Unless it is
     patient, the run retries at once.
     """
 
@@ -97,8 +97,8 @@ def test_every_exit_code_with_a_loader_worker(words, tmp_path, code, num_ranks):
 
 @dataclass(frozen=True)
 class Ending:
-    """`before` goes wrong in every rank. With `disturb`, the run directory is disturbed in a step and
-    the run is told to stop.
+    """`before` fails in every rank. With `disturb`, the run directory is disturbed in a step and
+    the run is asked to stop.
     """
 
     code: int
@@ -131,8 +131,8 @@ ENDINGS = {
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_a_run_whose_save_fails_ends(words, tmp_path, name):
-    """On two ranks. It hung until the watchdog's limit: an error kept the loader, whose worker
-    ignores SIGTERM.
+    """A run on two ranks hung until the watchdog's limit: an error kept the loader alive, whose
+    worker ignores SIGTERM.
     """
     ending = ENDINGS[name]
     run_dir = tmp_path / "run"

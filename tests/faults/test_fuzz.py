@@ -1,4 +1,4 @@
-"""The short form of fuzz.py: every input of the corpus, whole, cut, flipped and spliced."""
+"""The short form of fuzz.py: every input of the corpus, unchanged, cut, flipped and spliced."""
 
 import logging
 import random
@@ -12,7 +12,7 @@ from sweeps import short_or_full
 
 TARGETS, ANSWERED = make_targets()
 NUM_MUTANTS = short_or_full(25, full=1000)
-"""Changed inputs of each target."""
+"""Number of changed inputs for each target."""
 FRAGMENTS = (
     b"9" * 5000, b"-1", b"1e999", b"NaN", b"null", b"[" * 2000, b'{"a":' * 500, b"\xff\xfe", b"\0",
     b"\n", b"../../x", b"\xed\xa0\x80", b"true", b'""', b"&a [*a]", b"${oc.env:HOME}", b"1_000", b"0x10",

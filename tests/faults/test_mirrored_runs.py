@@ -129,7 +129,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
 def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
     way, tmp_path, monkeypatch, capfd
 ):
-    """A script takes the place of the upload: it would take a minute, or ends at once."""
+    """A script replaces the upload: it would take a minute, or ends at once."""
     end = {"all is up": "", "it fails": "exit 1"}.get(way, "exec sleep 60")
     (stands_for := tmp_path / "upload").write_text(
         f"#!/bin/bash\n[ $4 = prepare ] && exit\ncat > /dev/null\n{end}\n"
@@ -151,13 +151,13 @@ def test_the_end_of_a_run_waits_for_an_upload_and_no_longer_than_it_should(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     said = capfd.readouterr()
-    assert ("lacks the last checkpoints" in said.err) is (way != "all is up")
+    assert ("lacks the latest checkpoints" in said.err) is (way != "all is up")
     assert "continue the run" not in said.err  # a finished run would only say that it is complete
     assert set(psutil.Process().children()) <= processes
 
 
 def test_an_upload_process_that_is_killed_is_started_again_and_said(tmp_path, monkeypatch, capfd):
-    """A run continued for days without its mirror, and printed so only at its end."""
+    """A run continued for days without its mirror, and reported it only at its end."""
     monkeypatch.setattr(mirroring, "RESTART_AFTER_S", 0.0)
     run_dir = tmp_path / "run"
     before = set(psutil.Process().children())

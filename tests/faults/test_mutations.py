@@ -21,7 +21,7 @@ def test_every_safeguard_is_still_where_the_list_says(mutation):
 
 
 def test_a_removed_safeguard_makes_its_test_fail():
-    """One of them for real, the cheapest: that the command can tell."""
+    """Run the cheapest one to check that the command works."""
     mutation = next(m for m in MUTATIONS if m.name == "a damaged checkpoint means step 0")
     assert mutations.caught_by(mutation) == mutation.tests[0]
 

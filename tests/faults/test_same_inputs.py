@@ -1,7 +1,7 @@
-"""Ranks that read different files, or files that change while a run starts, never train a mixture
-of them.
+"""Ranks that read different files, or files that change during a start, never train a mixture of
+them.
 
-Each rank has a working directory of its own, as machines have, and all share the run directory.
+Each rank has a separate working directory, like a machine, and all share the run directory.
 """
 
 import json
@@ -57,7 +57,7 @@ def machine(tmp_path_factory) -> Path:
 
 
 def other_rows(root: Path) -> None:
-    """Write as many other rows."""
+    """Write the same number of different rows."""
     (root / "data.jsonl").write_text(quickstart_rows(NUM_ROWS, 2 * NUM_ROWS))
 
 
@@ -67,7 +67,7 @@ def other_weights(root: Path) -> None:
 
 
 def other_tokenizer(root: Path) -> None:
-    """Two tokens of it have each other's ids."""
+    """Exchange the ids of two tokens."""
     file = root / "model" / "tokenizer.json"
     tree = json.loads(file.read_text())
     vocabulary = tree["model"]["vocab"]
@@ -99,7 +99,7 @@ def words_of(machine: Path) -> tuple[str, ...]:
 
 
 def enter_machine(root: Path) -> None:
-    """Go where this rank's machine has its files."""
+    """Change to the directory of this rank's machine."""
     os.chdir(root / f"machine{os.environ['RANK']}")
 
 
@@ -131,19 +131,19 @@ def test_ranks_with_equal_files_at_different_places_train(tmp_path, machine):
 
 
 def grow(path: Path) -> None:
-    """Append rows, as a process that still writes the file."""
+    """Append rows, like a process that is still writing the file."""
     with path.open("a") as file:
         file.write(quickstart_rows(0, 5))
 
 
 def swap(path: Path) -> None:
-    """Put other rows into the same file."""
+    """Write different rows into the same file."""
     path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
 
 
 def change_at(root: Path, change: Callable[[Path], None], moment: int | str) -> None:
-    """Change the data at a sign of life while it is prepared, or when rank 0 enters a phase; the
-    other rank then reads the changed data.
+    """Change the data at a heartbeat while it is prepared, or when rank 0 enters a phase. The other
+    rank then reads the changed data.
     """
     from trainer.data import readers, token_cache
 

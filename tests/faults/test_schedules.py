@@ -1,4 +1,4 @@
-"""Drawn schedules of ranks, disk and mirror break no promise; a safeguard left out shows."""
+"""Random schedules of ranks, disk and mirror break no promise. A missing safeguard is detected."""
 
 import logging
 from typing import Any
@@ -13,9 +13,9 @@ from trainer.checkpoint.save import Agreement, Saver
 NUM_SCHEDULES = short_or_full(2000, full=20_000)
 NUM_PARTS = 4
 MAX_TRIES = 800
-"""Seeds within which a missing safeguard shows."""
+"""Number of seeds within which a missing safeguard is detected."""
 FIRST_SEEDS = {"carrying out a rollback": 521}
-"""Seeds to begin with where few schedules show a safeguard."""
+"""First seeds for safeguards that few schedules exercise."""
 
 
 @pytest.fixture(autouse=True)

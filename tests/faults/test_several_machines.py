@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 def test_a_run_on_two_machines_goes_on_with_one_when_the_other_is_killed(tmp_path):
-    """The name of each machine leads it to 127.0.1.1: ranks that listened there would never meet."""
+    """The name of each machine resolves to 127.0.1.1: ranks that listened there would never meet."""
     result = Campaign(tmp_path).run(Case("killed", kill_first, num_ranks=1, then=(1, 1)))
     assert result["faults"] == []
     assert result["codes"] == {"host0": "killed", "host1": 75} and result["then"] == {"host0": 0}

@@ -1,5 +1,5 @@
-"""A run that is stopped or killed at a chosen place, and started again, leaves what an undisturbed
-one leaves.
+"""A run that is stopped or killed at a chosen place and restarted leaves the same result as an
+undisturbed run.
 """
 
 import importlib
@@ -60,7 +60,7 @@ def start(base: tuple[str, ...], run_dir: Path) -> Callable[..., str]:
 
 
 def learn_nothing(*, stop_in: int | None = None) -> None:
-    """No validation is better than the first. A signal comes within validation `stop_in`."""
+    """No validation is better than the first. A signal arrives during validation `stop_in`."""
     from trainer.train.detection.validations import ValidationWatch
 
     observe = ValidationWatch.observe
@@ -74,7 +74,7 @@ def learn_nothing(*, stop_in: int | None = None) -> None:
 
 
 def stop_in_validation(count: int) -> None:
-    """The signal comes within its `count`-th validation."""
+    """The signal arrives during the `count`-th validation."""
     from trainer.train.validation import Validation
 
     begin = Validation.__init__
@@ -114,7 +114,7 @@ SCENARIOS: dict[str, list[Before]] = {
 
 
 def steps_of_validations(run_dir: Path) -> list[int]:
-    """Return the steps as written, with those of earlier attempts."""
+    """Return the steps as written, including those of earlier attempts."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return sorted(row["step"] for row in map(json.loads, lines) if row["kind"] == "val")
 
@@ -146,7 +146,7 @@ def test_a_stop_with_early_stopping_owed_ends_early_and_then_the_run_is_complete
     base, owing, run_dir
 ):
     """The early stop that an owed validation finds ends the run on both ranks, and every later
-    start. The best checkpoint is kept beside the newest.
+    start. The best checkpoint is kept along with the newest.
     """
     shutil.copytree(owing, run_dir)
     start = partial(train, run_dir, 2, *base, *EARLY)
@@ -194,7 +194,7 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_run_killed_at_its_end_is_tidied(start, straight, run_dir, end):
     start(code=1, before=partial(kill_before, run_dir, *ENDS[end]))
-    assert "holds the last step, but the run did not end" in start()
+    assert "is the last step's checkpoint, but the run did not end" in start()
     assert compare_runs(straight, run_dir, steps=STEPS).differences == []
     before = state_of(run_dir)
     assert "already complete" in start() and state_of(run_dir) == before
@@ -216,4 +216,4 @@ def test_a_lost_log_is_said_at_resume(start, run_dir):
     start(code=75, before=partial(stop_in_step, 5))
     (run_dir / "metrics.jsonl").unlink()
     output = start(code=75, before=partial(stop_in_step, 6))
-    assert "ends at step 0, but the checkpoint was saved at step 5" in output
+    assert "ends at step 0, but the checkpoint is from step 5" in output

@@ -1,6 +1,7 @@
-"""TRL 1.16 prepares the same token ids and labels; the known differences are exactly these.
+"""TRL 1.16 prepares the same token ids and labels, except for known differences, which this test
+pins.
 
-Needs VERL_PYTHON, an interpreter that has TRL too.
+Needs VERL_PYTHON, an interpreter that also has TRL.
 """
 
 import json
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 NUM_ROWS = 200
 QWEN = "qwen2_5"
-"""TRL's name of the chat template of Qwen2.5 with marks around the assistant's turns."""
+"""TRL's name of the Qwen2.5 chat template with generation tags around assistant turns."""
 TOOLS = {
     "weather": ("city", "unit"),
     "search": ("query", "limit"),
@@ -41,9 +42,7 @@ def quickstart() -> Rows:
 
 
 def tool_conversation(rng: random.Random) -> dict[str, Any]:
-    """One to three requests, each with a call, its result and an answer; some calls leave
-    arguments out.
-    """
+    """One to three requests, each with a call, its result and an answer. Some calls omit arguments."""
     names = rng.sample(sorted(TOOLS), 2)
     said = [("system", "Be brief.")] if rng.random() < 0.5 else []
     messages = [message(role, text) for role, text in said]
@@ -115,7 +114,7 @@ def prepared(tmp_path_factory) -> Path:
 
 
 Row = tuple[list[int], list[bool]]
-"""One sample as one side prepared it: token ids, and which of them are supervised."""
+"""One sample as one side prepared it: token ids, and a mask of the supervised ones."""
 
 
 def rows_there(prepared: Path, name: str) -> list[Row]:

@@ -1,4 +1,4 @@
-"""verl's own model_merger reads our shards: its output equals our export bit by bit.
+"""verl's own model_merger reads our shards, and its output equals our export bit for bit.
 
 Needs VERL_PYTHON, an interpreter that has verl 0.9.1 and its merger's dependencies.
 """
@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 RECIPE = Recipe(total_steps=2, save_freq=-1, checkpoint={"export_dtype": "bfloat16"})
-"""With an export in the dtype that verl's merger writes."""
+"""Save with an export in the dtype that verl's merger writes."""
 CASES = {"shards": (2, -1, True), "replicas": (4, 2, True), "untied": (3, -1, False)}
 """(Ranks, fsdp_size, whether the head is tied)."""
 

@@ -1,4 +1,4 @@
-"""Features that may meet in a run, with their values, as arguments of the command line."""
+"""Features that can be combined in a run, with their values, as command-line arguments."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from trainer.quickstart import MODEL_DIR
 from trainer.train.start.compose import as_word
 
 MIXTURE = "qwen3_moe"
-"""The family whose experts can be adapted, and held by several ranks."""
+"""The family whose experts can be adapted and divided among ranks."""
 Row = dict[str, str]
 """{feature: value}."""
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -60,7 +60,7 @@ REFUSED: list[Row] = [
     *({"experts": "2", "family": name} for name in FEATURES["family"] if name != MIXTURE),
     *({"trained": "lora on experts", "family": n} for n in FEATURES["family"] if n != MIXTURE),
 ]
-"""Values that cannot meet."""
+"""Incompatible values."""
 FROZEN = ("embed_tokens", r"layers\.0\.")
 MAX_LENGTH = 40
 LR = 1e-3
@@ -76,12 +76,14 @@ SHAPES |= {"llama": {"tie_word_embeddings": True}}
 
 @dataclass(frozen=True)
 class Places:
-    """Where models, adapters, data and the token cache lie, made once for all trials."""
+    """Directories of models, adapters, data and the token cache, made once for all trials."""
 
     root: Path
 
     def model(self, row: Row) -> Path:
-        """The weights of a model for NF4 are levels of NF4, so holding them in NF4 changes none."""
+        """The weights of a model for NF4 are exact NF4 levels, so storing them in NF4 changes none
+        of them.
+        """
         family = row["family"]
         is_nf4 = row["trained"] == "lora on nf4"
         path = self.root / ("nf4 models" if is_nf4 else "models") / family
@@ -97,7 +99,7 @@ class Places:
         return path
 
     def adapter(self, row: Row) -> Path | None:
-        """Made by peft, neither of its two matrices zero."""
+        """An adapter made by peft. Neither of its two matrices is zero."""
         if not row["trained"].startswith("lora"):
             return None
         path = self.root / "adapters" / row["family"] / row["trained"]
@@ -132,7 +134,7 @@ class Places:
 
 
 def round_to_nf4(file: Path) -> None:
-    """Round the matrices that may be those of linear layers in place."""
+    """Round in place the matrices that may belong to linear layers."""
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and tensor.shape[1] % nf4.BLOCK == 0:
@@ -142,7 +144,7 @@ def round_to_nf4(file: Path) -> None:
 
 
 def _drawn_rows(seed: int, count: int) -> list[tuple[list[int], list[bool]]]:
-    """Draw token ids, and which of them are supervised: at least the last one."""
+    """Draw token ids and a mask of the supervised ones, in which at least the last is supervised."""
     generator = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -153,7 +155,7 @@ def _drawn_rows(seed: int, count: int) -> list[tuple[list[int], list[bool]]]:
 
 
 NUM_IDS = 1000
-"""Token ids that are drawn; the tokenizer has more."""
+"""The range of the drawn token ids. The tokenizer has more."""
 VOCAB = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
 DATA = {
     "main": _drawn_rows(0, 8),
@@ -166,7 +168,7 @@ SOURCES = {"one": {"main": 1.0}, "two": {"first": 1.5, "second": 1.0}}
 
 
 def words_of(row: Row, places: Places, *, limits: dict[str, float]) -> list[str]:
-    """`limits` has the gradient norms beyond which updates are clipped and left out."""
+    """`limits` contains the gradient norms beyond which updates are clipped and skipped."""
     parts = [
         f"{{files: {places.data(name)}, repeat: {repeat}}}"
         for name, repeat in SOURCES[row["sources"]].items()
@@ -236,11 +238,11 @@ KEYS = {
     "async_save": "trainer.checkpoint.async_save",
     "num_workers": "data.num_workers",
 }
-"""Features that are the values of one key."""
+"""Features whose values are the values of one key."""
 
 
 def ranks_of(row: Row) -> tuple[int, int]:
-    """How many train, and how many go on after the kill."""
+    """The number of ranks that train, and the number that continues after the kill."""
     num_ranks = int(row["ranks"])
     return num_ranks, {"the same": num_ranks, "fewer": num_ranks // 2, "more": num_ranks + 2}[
         row["resumed on"]
@@ -248,7 +250,7 @@ def ranks_of(row: Row) -> tuple[int, int]:
 
 
 def drawn(seed: int) -> Row:
-    """Return one value of each feature, none of which refuses another."""
+    """Return one value for each feature, so that all values are compatible."""
     generator = random.Random(seed)
     while True:
         row = {name: generator.choice(values) for name, values in FEATURES.items()}

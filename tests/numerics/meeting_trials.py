@@ -1,4 +1,4 @@
-"""One meeting of features: a run of the command, and its resume, compared with its definition."""
+"""One combination of features: a run of the command and its resume, compared with the definition."""
 
 import math
 import shutil
@@ -31,11 +31,11 @@ from trainer.tracking import read_metrics
 
 SEED = 1
 LOOSE = {"float32": 1.0, "bfloat16": 3e2, "bfloat16 parameters": 1e5}
-"""Rounding moments or parameters to 8 bits at random is no error of the gradient; resuming
+"""Random rounding of moments or parameters to 8 bits is not an error of the gradient. Resuming
 stays bit-equal.
 """
 LOOSE_BETWEEN = 1e2
-"""Rounding at random falls alike on any number of ranks but where a sum's last digit decides."""
+"""Random rounding is equal on any number of ranks, except where the last digit of a sum decides."""
 MEASURED = ("train/loss", "train/grad_norm")
 LIMITS = {"loss": 1e-6, "objective": 1e-5, "grad_norm": 3e-5, "router_loss": 1e-5, "update": 1e-3}
 """Beside float64, which rounds nothing: the recurrence of qwen3_next alone takes 2e-5 of the
@@ -60,7 +60,7 @@ class Found:
 
 
 def defined(row: Row, places: Places) -> Definition:
-    """Return the run that the features mean."""
+    """Return the run that the features describe."""
     repeats = SOURCES[row["sources"]]
     names = ["held", "second"] if row["sources"] == "two" else ["held"]
     shares = tuple(Share(len(DATA[name]), repeat) for name, repeat in repeats.items())
@@ -92,7 +92,9 @@ def documents(row: Row, names: list[str]) -> list[Document]:
 
 
 def limits_of(row: Row, definition: Definition) -> dict[str, float]:
-    """Norms at which some update is clipped or left out, well apart from those of this run."""
+    """Return norms at which some update is clipped or skipped, well apart from the norms of this
+    run.
+    """
     if row["clipping"] == "never" and row["guard"] == "quiet":
         return {}
     norms = sorted(
@@ -103,7 +105,7 @@ def limits_of(row: Row, definition: Definition) -> dict[str, float]:
 
 
 def tried(row: Row, places: Places, run_dir: Path) -> list[str]:
-    """Return what differs from the definition of the run, from the start and resumed at step 3."""
+    """Return the differences from the definition of the run, from the start and resumed at step 3."""
     found = Found()
     definition = defined(row, places)
     limits = limits_of(row, definition)
@@ -145,7 +147,7 @@ def tried(row: Row, places: Places, run_dir: Path) -> list[str]:
 def compare(
     found: Found, row: Row, definition: Definition, expected: Outcome, run_dir: Path, where: str
 ) -> None:
-    """Metrics and trained parameters of a whole run."""
+    """The metrics and trained parameters of a whole run."""
     states = row["states"]
     for kind, rows in (("train", expected.train), ("val", expected.val)):
         ours = logged(run_dir, kind)
@@ -170,8 +172,8 @@ def logged(run_dir: Path, kind: str) -> Rows:
 
 
 def compare_rows(found: Found, ours: Rows, wanted: Rows, loose: float, where: str) -> None:
-    """Every number of `wanted`; what is counted, and the rate, must be equal, but for counts that
-    rounding at random changes.
+    """Compare every number in `wanted`. Counts and the learning rate must be equal, except for
+    counts that random rounding changes.
     """
     for step in ours.keys() & wanted.keys():
         for key, value in wanted[step].items():
@@ -191,7 +193,7 @@ def compare_rows(found: Found, ours: Rows, wanted: Rows, loose: float, where: st
 
 
 def exported(path: Path, definition: Definition, expected: Outcome) -> dict[str, Tensor]:
-    """The trained parameters as plain transformers or peft loads them."""
+    """Return the trained parameters as plain transformers or peft loads them."""
     model = load(path) if definition.adapter is None else load(definition.model, path)
     named = {
         name.removeprefix("base_model.model."): p.detach() for name, p in model.named_parameters()

@@ -1,4 +1,4 @@
-"""LoRA against peft's own forward pass and autograd in a plain loop, in every way of running;
+"""LoRA compared with peft's own forward pass and autograd in a plain loop, in every execution mode;
 refusals; costs.
 """
 
@@ -100,7 +100,7 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(source):
         (LoraConfig(use_dora=True), 0, "more than plain LoRA .*use_dora=True"),
         (IA3Config(feedforward_modules=[]), 0, "more than plain LoRA .*IA3"),
         (LoraConfig(r=3), 9, "has rank 3"),
-        (None, 0, "adapter_config.json is not there"),
+        (None, 0, "has no adapter_config.json"),
     ],
     ids=["DoRA", "IA3", "another rank", "no adapter"],
 )
@@ -122,8 +122,8 @@ MIXTURES = {
     "longcat_flash": "mlps.0",
     "qwen3_next": "shared_expert",
 }
-"""With the name of a dense or shared MLP, whose layers peft takes for experts where they are
-target modules.
+"""With the name of a dense or shared MLP whose layers peft, given as target modules, takes for
+experts.
 """
 OTHER_MIXTURES = ("qwen3_moe", "llama4_text", "qwen2_moe", "jetmoe")
 MAMBAS = ("mamba", "mamba2", "falcon_h1")
@@ -205,7 +205,7 @@ def targets(*names: str, **changes) -> dict[str, Any]:
 
 
 HEAD = "embeddings and the output head"
-FUSED = "fused kernels of Mamba"
+FUSED = "fused Mamba kernels"
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_adapters_that_the_model_has_no_place_for_are_not_dropped(family):
     wider = on_meta(source, target_modules=["q_proj", "shared_expert_gate"])
     saved = {name: parameter for name, parameter in wider.named_parameters() if ".lora_" in name}
     with pytest.raises(
-        ConfigError, match=r"does not train: .*shared_expert_gate.lora_A.*4 such tensors"
+        ConfigError, match=r"does not train: .*shared_expert_gate.lora_A.*4 in total"
     ):
         ModelShards(model).load_state_dict(Shards(Path("global_step_2"), [saved]))
 

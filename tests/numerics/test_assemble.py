@@ -1,5 +1,5 @@
-"""From a config.json to a model that trains, or to words that help: what is refused, what
-`auto` falls back to.
+"""From a config.json to a model that trains, or to a helpful error: which models are refused, and
+what `auto` falls back to.
 """
 
 import os
@@ -45,7 +45,7 @@ def outcome(world: Any, source: ModelSource, attend: Any, *, choice: str = "auto
 
 
 def built(world: Any, source: ModelSource, leaking_rank: int, choice: str) -> tuple[str, list[str]]:
-    """The outcome with an attention that leaks on one of the ranks, and what is logged."""
+    """The outcome with an attention that leaks on one of the ranks, and the log."""
     attend = attention.packed_attention
     with heard() as lines:
         found = outcome(
@@ -86,8 +86,8 @@ def built_with_errors(world: Any, source: ModelSource) -> dict[str, str]:
 def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attention(
     source,
 ):
-    """A card that is full, lost or without a compiler is none of packing: `auto` would train
-    several times slower.
+    """A GPU that is full, lost or without a compiler has nothing to do with packing: `auto` would
+    train several times slower.
     """
     (found,) = run_ranks(built_with_errors, 1, source)
     refused = found.pop("compiler")
@@ -123,7 +123,7 @@ def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(
     for found, lines in run_ranks(built, 2, source, 1, "auto"):
         assert found == "one by one"
         assert any(line.startswith(warning) for line in lines)
-        told = "documents run one by one (slower): packed ones fail the self-check"
+        told = "documents run one by one (slower): packed documents fail the self-check"
         assert any(line.endswith(told) for line in lines)
 
 
@@ -178,7 +178,7 @@ ENCODER = {"pad_token_id": 0, "tie_word_embeddings": False}
             {"logits_scaling": 4.0, "initializer_range": 0.5},
             "self-check failed: the loss of .* differs by .*; it cannot be trained here$",
         ),
-        ("camembert", ENCODER, "self-check failed: the logits of .* change with tokens that"),
+        ("camembert", ENCODER, "self-check failed: the logits of .* depend on later tokens"),
         ("bert", ENCODER, ".* shares parameters between layers"),
     ],
 )
@@ -199,7 +199,7 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
             "qwen3_vl",
             {},
             [],
-            r"no language model for its text part \('qwen3_vl_text'\) alone",
+            r"no separate language model for its text part \('qwen3_vl_text'\)",
         ),
         (
             "qwen2",
@@ -215,7 +215,7 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
             "gemma3",
             {"architectures": ["OwnModel"]},
             [],
-            r"its class \(OwnModel\) is not a class of transformers",
+            r"its class \(OwnModel\) is not in transformers",
         ),
         (
             "gemma3",

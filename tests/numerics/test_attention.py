@@ -1,4 +1,4 @@
-"""Packed attention against one document at a time, with a dense masked softmax in float64.
+"""Packed attention compared with one document at a time, with a dense masked softmax in float64.
 
 Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
 """
@@ -23,7 +23,7 @@ SINKS = [-1.0, 0.5, 2.0, 4.0]
 
 
 def bounds(seqlens: tuple[int, ...] = SEQLENS) -> dict[str, Any]:
-    """The documents as packed attention is handed them."""
+    """The documents as packed attention receives them."""
     cu_seqlens_D1 = torch.tensor((0, *seqlens)).cumsum(0).to(torch.int32)
     lengths = DocumentLengths(seqlens)
     return {"cu_seq_lens_q": cu_seqlens_D1, "max_length_q": max(seqlens), "lengths": lengths}
@@ -132,7 +132,7 @@ def test_caps_and_sinks_and_their_gradients(
 
 @pytest.mark.parametrize("keep_length", [0, 1000])
 def test_dropout_drops_probabilities_and_their_gradients_alike(monkeypatch, keep_length):
-    """Values and directional derivatives with the same noise."""
+    """Values and directional derivatives with equal noise."""
     monkeypatch.setattr(grouped, "KEEP_LENGTH", keep_length)
     leaves = inputs()
 
@@ -190,8 +190,8 @@ def test_refuses_what_it_cannot_express(arguments, name):
 
 
 def test_masks_that_are_kept_do_not_grow_with_the_lengths_of_documents():
-    """A window that hides nothing needs no mask of its own: one for each length would fill the
-    memory of a long run.
+    """A window that hides nothing needs no separate mask: one for each length would fill the memory
+    of a long run.
     """
     grouped._mask.cache_clear()
     keys = torch.zeros(1, 1, K)

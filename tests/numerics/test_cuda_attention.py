@@ -1,7 +1,8 @@
-"""Tests of packed attention for a GPU, without a GPU. A stand-in replaces torch's kernel and
-insists on the arguments of the real one.
+"""Tests of packed attention for a GPU, without a GPU.
 
-The stand-in computes in float32, document by document.
+A stand-in replaces torch's kernel, requires the arguments of the real kernel, and computes in
+float32, document by document.
+
 Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
 """
 
@@ -51,7 +52,7 @@ class Kernel:
 
 @contextmanager
 def on_cuda() -> Iterator[Kernel]:
-    """Packed attention takes its tensors for those of a GPU."""
+    """Make packed attention treat its tensors as GPU tensors."""
     kernel = Kernel()
     as_cuda = partial(packed_attention, device_type="cuda")
     with (
@@ -68,9 +69,7 @@ SIZES = [*SQUARE_SIZES, (192, 128), (12, 8), (8, 12), (252, 256), (288, 32)]
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_head_sizes_that_the_kernel_lacks_give_the_same_numbers(sizes, window):
-    """Values that are narrower than queries (MLA), sizes that are no multiple of 8, sizes above
-    256.
-    """
+    """Values narrower than queries (MLA), sizes that are not multiples of 8, and sizes above 256."""
     with on_cuda() as kernel:
         found = errors(inputs(sizes=sizes, dtype=torch.bfloat16), window=window)
     assert kernel.num_calls == (max(sizes) <= 256)

@@ -1,5 +1,5 @@
-"""Mixtures of experts: router statistics and the router's auxiliary loss follow the global batch
-alone.
+"""Mixtures of experts: router statistics and the router's auxiliary loss depend only on the global
+batch.
 
 The loss is compared with a plain loop over transformers' own model, one document at a time, in
 float64, to the tolerances of `test_invariance.py`.
@@ -109,9 +109,9 @@ UNWATCHED = {"router_aux_loss_coef": 0.1}
     ("model_type", "changes", "frozen", "said"),
     [
         ("qwen3_moe", EXPERTS, "none", "(coefficient 0.001 in config.json) is part of"),
-        ("qwen3_moe", EXPERTS, "mlp.gate", "left out of the loss"),
-        ("deepseek_v4", UNWATCHED, "none", "left out of the loss"),
-        ("hy_v3", {**EXPERTS, **UNWATCHED}, "none", "left out of the loss"),
+        ("qwen3_moe", EXPERTS, "mlp.gate", "excluded from the loss"),
+        ("deepseek_v4", UNWATCHED, "none", "excluded from the loss"),
+        ("hy_v3", {**EXPERTS, **UNWATCHED}, "none", "excluded from the loss"),
         ("qwen3_moe", {**EXPERTS, "router_aux_loss_coef": 0.0}, "none", ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""The loss inside the head against full logits in float64.
+"""The loss inside the head compared with full logits in float64.
 
 Shape suffixes: S supervised positions, H hidden size, V vocabulary.
 """
@@ -24,7 +24,7 @@ Formula = Callable[[Tensor, Tensor], Tensor]
 H = 24
 V = 61
 SCALE = 0.37
-"""What the loss is multiplied by before its gradient is taken: the division by the token count."""
+"""Factor on the loss before its gradient is taken, in place of the division by the token count."""
 
 
 def inputs(
@@ -41,15 +41,15 @@ def inputs(
 
 
 def weighted_by_probability(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
-    """DFT as its paper has it: the probability of each label, detached, times its
-    cross-entropy; summed.
+    """DFT as in its paper: the probability of each label, detached, times its cross-entropy,
+    summed.
     """
     losses_S = F.cross_entropy(logits_SV, labels_S, reduction="none")
     return (losses_S.detach().neg().exp() * losses_S).sum()
 
 
 LOSS_TOLERANCE = {"cross_entropy": 1e-7, "dft": 5e-7, "z": 5e-7}
-"""float32 rounds a probability by as much as its logarithm is large."""
+"""In float32, the relative error of a probability is proportional to its logarithm."""
 
 
 def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ TRAINED = {**LOSSES, "z": Loss(cross_entropy, terms={"z": Term(z_loss, 0.01)})}
 
 
 def check(output: LossOutput, leaves: list[Tensor], formula: Formula, tolerance: float) -> None:
-    """Compare loss and gradients with those of full logits in float64.
+    """Compare loss and gradients with full logits in float64.
 
     `leaves`: hidden states, labels and the head's parameters.
     """
@@ -100,7 +100,7 @@ def check(output: LossOutput, leaves: list[Tensor], formula: Formula, tolerance:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("name", TRAINED)
 def test_loss_and_gradients_equal_full_logits(monkeypatch, block_tokens, chunks, has_bias, name):
-    """Cross-entropy, hits and further terms are measured whatever is trained."""
+    """Cross-entropy, hits and additional terms are measured with any training loss."""
     monkeypatch.setattr(head_module, "BLOCK_TOKENS", block_tokens)
     monkeypatch.setattr(head_module, "CHUNKS", chunks)
     head, hidden_SH, labels_S = inputs(20, has_bias=has_bias, dtype=torch.float32)
@@ -126,7 +126,7 @@ def assert_measured(output: LossOutput, logits_SV: Tensor, labels_S: Tensor) -> 
 
 
 def test_weight_gradient_sums_its_blocks_in_float32(monkeypatch):
-    """A thousand blocks added up in bfloat16 would lose whole percents."""
+    """Summing a thousand blocks in bfloat16 would lose several percent."""
     monkeypatch.setattr(head_module, "BLOCK_TOKENS", 2)
     head, hidden_SH, labels_S = inputs(2000, has_bias=False, dtype=torch.bfloat16)
     output = head(hidden_SH, labels_S)
@@ -134,7 +134,9 @@ def test_weight_gradient_sums_its_blocks_in_float32(monkeypatch):
 
 
 class _LargestOutput(TorchDispatchMode):
-    """Elements of the largest tensor any operation returns; matrix products."""
+    """Return the number of elements of the largest tensor that any operation returns, and the
+    number of matrix products.
+    """
 
     num_elements = num_products = 0
 
@@ -171,7 +173,7 @@ def test_full_logits_never_exist_without_gradients(monkeypatch):
     ],
 )
 def test_blocks_are_as_long_as_the_memory_of_their_logits_allows(vocabulary, dtype, num_blocks):
-    """A batch of 8,192 positions: each block costs three products, one of which rewrites the
+    """In a batch of 8,192 positions, each block costs three products, one of which rewrites the
     gradient of the weight.
     """
     with FakeTensorMode():
@@ -190,7 +192,7 @@ def test_blocks_are_as_long_as_the_memory_of_their_logits_allows(vocabulary, dty
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_division_by_the_token_count_is_not_rounded_to_bfloat16(device):
-    """One over 470 is off by 0.4 % there, and the gradient of the whole model with it."""
+    """1 / 470 is off by 0.4 % in that dtype, and the gradient of the whole model with it."""
     head, hidden_SH, labels_S = inputs(200, has_bias=False, dtype=torch.bfloat16)
     head = head.to(device)
     leaf = hidden_SH.detach().to(device).requires_grad_()

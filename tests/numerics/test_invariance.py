@@ -1,7 +1,7 @@
-"""Promise 1: a step's loss and gradient depend on the global batch alone.
+"""Promise 1: a step's loss and gradient depend only on the global batch.
 
-Tolerances: fp32 sums in another order agree to a few 1e-8 relative; 1e-6 for the loss and 1e-5 for
-the norm leave room for twelve steps of training on top of each other.
+Tolerances: fp32 sums in a different order agree to a few 1e-8 relative. The limits of 1e-6 for the
+loss and 1e-5 for the norm leave room for twelve steps of training.
 """
 
 import math
@@ -36,7 +36,7 @@ EXECUTIONS: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
     (4, 2): {"replicas": {}},
     (5, -1): {"more ranks than samples in a step": {"max_samples": 1}},
 }
-"""(Ranks, fsdp_size): what they change."""
+"""(Ranks, fsdp_size): effect of the setting."""
 
 
 def rows_of(world: Any, source: Any, max_samples: int | None = None, **changes: Any) -> Any:
@@ -48,7 +48,7 @@ def rows_of(world: Any, source: Any, max_samples: int | None = None, **changes: 
 
 
 def train(world: Any, source: Any, max_samples: int | None = None, **changes: Any) -> Any:
-    """(losses, norms, validation losses, shares of tokens that are right) of a short run."""
+    """Return (losses, norms, validation losses, shares of correct tokens) of a short run."""
     rows = rows_of(world, source, max_samples, **changes)
     keys = ("train/loss", "train/grad_norm", "val/loss", "train/token_accuracy")
     return [rows.column(key) for key in keys]
@@ -110,7 +110,7 @@ def test_every_execution_equals_the_plain_loop(tmp_path, optimizer, is_tied):
 
 @pytest.mark.parametrize("model_type", ["qwen2", "granite"])
 def test_with_another_trained_loss_the_shown_one_is_cross_entropy(tmp_path, model_type):
-    """Against a plain loop in float64; granite's logits exist as a whole. Both losses come with
+    """Compare with a plain loop in float64. granite computes its full logits. Both losses come with
     one reduction.
     """
     source = write_model_config(tmp_path, model_type)

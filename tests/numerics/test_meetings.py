@@ -1,4 +1,4 @@
-"""Runs in which features meet, against plain training in float64; and resumed."""
+"""Runs with combined features, compared with plain training in float64, and resumed."""
 
 from itertools import count
 

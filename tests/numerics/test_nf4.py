@@ -7,7 +7,7 @@ from trainer.model import nf4
 
 
 def defined(weight: torch.Tensor) -> torch.Tensor:
-    """The nearest level of each weight times the scale of its block, in float64."""
+    """Return the nearest level of each weight times the scale of its block, in float64."""
     blocks = weight.double().reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     levels = torch.tensor(nf4.LEVELS, dtype=torch.float64)

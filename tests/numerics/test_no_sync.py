@@ -1,5 +1,7 @@
-"""On CUDA torch itself raises at the first wait between the batch and the one read of the step's
-sums. tests/fakecuda looks for the operations that would wait, without a card.
+"""On CUDA, torch itself raises an error at the first wait between the batch and the single read of
+the step's sums.
+
+tests/fakecuda looks for operations that would wait, without a GPU.
 """
 
 from unittest.mock import patch
@@ -16,8 +18,8 @@ from trainer.train.step import training_step
 @pytest.mark.gpu
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_cuda_waits_for_nothing_in_a_step(tmp_path, param_dtype):
-    """The documents' bounds are on the host already; a kernel launch that asked for them would
-    raise here.
+    """The documents' bounds are already on the host. A kernel launch that read them from the device
+    would raise here.
     """
     source = write_model_config(tmp_path, head_dim=64)
     assert run_ranks(

@@ -1,6 +1,6 @@
-"""The trainer's norm against float64 and against transformers' own.
+"""The trainer's norm compared with float64 and with transformers' own norm.
 
-`test_architectures.py` fails if it takes over a norm with another formula.
+`test_architectures.py` fails if the trainer replaces a norm that has a different formula.
 """
 
 import pytest
@@ -37,8 +37,10 @@ def theirs(hidden: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_errors_are_no_larger_than_those_of_transformers(dtype, device):
-    """Relative to a float64 norm of the same rounded inputs; a quarter more is left to chance. On
-    a GPU the norm is torch's own, which rounds once where transformers rounds twice.
+    """The error relative to a float64 norm of the same rounded inputs may be a quarter larger by
+    chance.
+
+    On a GPU the norm is torch's own, which rounds once where transformers rounds twice.
     """
 
     def there(norm):

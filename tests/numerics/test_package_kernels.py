@@ -1,8 +1,8 @@
-"""The kernels of flash-linear-attention, mamba-ssm and causal-conv1d on a card: packed documents
+"""The kernels of flash-linear-attention, mamba-ssm and causal-conv1d on a GPU: packed documents
 equal transformers' own forward pass of each document alone on a CPU.
 
-`tests/numerics/test_state_mixers.py` checks the decision for these kernels with stand-ins, without a
-card.
+`tests/numerics/test_state_mixers.py` checks the choice of these kernels with stand-ins, without a
+GPU.
 """
 
 import importlib.util
@@ -63,13 +63,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("mamba_ssm", MAMBA),
     "bamba": ("mamba_ssm", {**MAMBA, **NO_HEAD_DIM}),
 }
-"""{family: (package with its kernels, sizes that these kernels take)}."""
+"""{family: (package with its kernels, sizes that these kernels support)}."""
 
 
 def packed_step(
     world, source: ModelSource, recomputes: bool, has_packages: bool
 ) -> tuple[float, dict[str, torch.Tensor], list[str], list[str]]:
-    """(mean loss, gradients, classes that use kernels, log) of one packed batch in bfloat16."""
+    """Return (mean loss, gradients, classes that use kernels, log) of one packed batch in bfloat16."""
     if not has_packages:
         hide_packages()
     settings = {"param_dtype": "bfloat16", "enable_gradient_checkpointing": recomputes}

@@ -1,4 +1,4 @@
-"""Compilation, recomputation and bf16 change how a step is computed, not what."""
+"""Compilation, recomputation and bf16 change the execution of a step, but not its result."""
 
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,8 @@ from trainer.tools.plan.fake_step import run_step
 SAMPLES = ToySamples()
 PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "_grouped_mm")]
 SHAPES = [[0, 1, 2], [], [5], [6, 7, 8, 9], [3, 4], [1], [20, 21, 22, 23, 19, 18, 17, 16, 15]]
-"""Micro-batches of 0 to 9 documents: other counts and lengths every time, as in training."""
+"""Micro-batches of 0 to 9 documents, with different counts and lengths each time, as in training.
+"""
 
 
 def loss_and_gradients(model, members: list[int]) -> tuple[float, list[torch.Tensor]]:
@@ -53,8 +54,8 @@ def loss_and_gradients(model, members: list[int]) -> tuple[float, list[torch.Ten
 def worst(
     ours: tuple[float, list[torch.Tensor]], theirs: tuple[float, list[torch.Tensor]]
 ) -> float:
-    """Largest relative difference of the loss and of each gradient, the latter in the norm of
-    all.
+    """Return the largest relative difference of the loss, and of any gradient relative to the norm
+    of all gradients.
     """
     norm = get_total_norm(theirs[1])
     differences = [float((a - b).norm() / norm) for a, b in zip(ours[1], theirs[1], strict=True)]
@@ -65,7 +66,7 @@ class Compiled(NamedTuple):
     """The comparison of a compiled model with the uncompiled one."""
 
     difference: float
-    """Worst of losses and gradients."""
+    """The largest difference of losses and gradients."""
     num_frames: int
     num_ok: int
     """Frames that did not fall back to running uncompiled."""
@@ -76,9 +77,7 @@ class Compiled(NamedTuple):
 def compiled_like_plain(
     world, source, shapes: list[list[int]], *, backend: str = "eager", **changes
 ) -> Compiled:
-    """The eager backend runs the captured graphs as they are: what is shown is the capture,
-    whatever compiles it.
-    """
+    """The eager backend runs captured graphs unchanged, so this tests the capture for any compiler."""
     torch.compiler.reset()
     plain = build_toy_model(world, source, **changes)
     with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
@@ -141,7 +140,7 @@ def all_compiled(world, root: Path) -> dict[str, Any]:
 
 SELECTIVE_COMPILED = model_config(compile=True, enable_gradient_checkpointing="selective")
 PARTITIONED = "aot_eager_decomp_partition"
-"""What is kept and what is computed again is chosen as before code is made of it."""
+"""The choice between keeping and recomputing is made before code is generated."""
 
 
 def traceable(lengths, query, key, value, scoring) -> torch.Tensor:
@@ -161,7 +160,7 @@ def compiled(tmp_path_factory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ["windows", "loop", "adapters"])
 def test_compiled_layers_are_the_same_and_none_runs_uncompiled(compiled, case):
-    """A compiled layer leaves out the loop over documents; adapters come with another loss."""
+    """A compiled layer omits the loop over documents; adapters bring a different loss."""
     found = compiled[case]
     assert found.difference < 1e-6
     assert 0 < found.num_frames == found.num_ok
@@ -170,8 +169,8 @@ def test_compiled_layers_are_the_same_and_none_runs_uncompiled(compiled, case):
 def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
     compiled,
 ):
-    """The model has one layer. Each of its 7 matrices takes part in two products, for its input and
-    itself. The head computes its own earlier, in the forward pass.
+    """The model has one layer. Each of its 7 matrices takes part in two products, for the gradients
+    of its input and of itself. The head computes its gradients earlier, in the forward pass.
     """
     found = compiled["selective"]
     assert found.difference < 1e-5 and 0 < found.num_frames == found.num_ok
@@ -181,9 +180,9 @@ def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
 def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(
     compiled,
 ):
-    """torch would run them uncompiled without a word."""
+    """Otherwise torch would run them uncompiled without a message."""
     refused = compiled.get("refused", "")
-    assert "needs each layer in one graph, which Qwen2ForCausalLM is not here" in refused
+    assert "needs each layer in a single graph, but the layers of Qwen2ForCausalLM" in refused
     assert "`torch.compiler.disable()`d function" in refused
 
 

@@ -27,7 +27,7 @@ DEQUANTIZED: dict[str, Any] = {
     "experts": FineGrainedFP8Config(dequantize=True),
     "mxfp4": Mxfp4Config(dequantize=True),
 }
-"""What transformers itself dequantizes."""
+"""Forms that transformers itself dequantizes."""
 FORMS = ("blocks", "cut blocks", "exponents", "tensor", "channel", "block", "experts", "mxfp4")
 
 

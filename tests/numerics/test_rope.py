@@ -1,5 +1,5 @@
-"""Rotary positions that follow the length of the text: any batch equals its documents one by
-one in a new model.
+"""Rotary positions that depend on the text length: any batch equals its documents one by one in a
+fresh model.
 """
 
 import copy
@@ -42,7 +42,7 @@ def write(path: Path, kind: dict[str, Any]) -> ModelSource:
 
 
 def write_by_layer_type(path: Path) -> ModelSource:
-    """A gemma 3 whose full attention layers alone have longrope."""
+    """A gemma 3 with longrope only in its full attention layers."""
     kinds = {
         "full_attention": {
             "rope_theta": 1e4,
@@ -58,8 +58,8 @@ def write_by_layer_type(path: Path) -> ModelSource:
 def differences(
     world, source: ModelSource, indices: list[int], max_length: int
 ) -> tuple[bool, float]:
-    """(packed, largest relative difference of a micro-batch's loss from a new plain model for
-    each document).
+    """Return (packed, largest relative difference of a micro-batch's loss from a fresh plain model
+    for each document).
     """
     model = build(world, source, max_length=max_length)
     weights = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}

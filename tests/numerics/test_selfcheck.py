@@ -1,5 +1,5 @@
-"""The self-check sees what it is there for: each fault below is made on purpose, in fp32 and in
-bf16.
+"""The self-check finds the faults that it is meant to find. Each fault below is injected, in fp32
+and in bf16.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def _leaking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shifted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Document bounds one token late: a leak of a single token."""
+    """Shift document bounds by one token, which leaks a single token."""
 
     def late(*args, **kwargs):
         seqlens = kwargs["lengths"].seqlens
@@ -66,7 +66,7 @@ def _doubled_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaking_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The values of each document by itself, the gradients of one long document."""
+    """Return the values of separate documents, but the gradients of one long document."""
     leaking = _leaking(original)
 
     def attend(*args, **kwargs):
@@ -94,7 +94,7 @@ def _scaled_weight(original: Callable[..., Any]) -> staticmethod:
 def _unweighted(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, right: Loss = LOSSES["dft"]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The losses of DFT with the gradient of cross-entropy."""
+    """Return the losses of DFT with the gradient of cross-entropy."""
     losses_C, _, cross_entropy_C = right(logits_CV, labels_C)
     return losses_C, LOSSES["cross_entropy"](logits_CV, labels_C)[1], cross_entropy_C
 

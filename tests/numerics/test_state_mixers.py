@@ -1,5 +1,5 @@
-"""Modules that carry state from token to token: packed micro-batches equal their documents,
-whatever else is on.
+"""Modules that carry state from token to token: packed micro-batches equal their documents, with
+any other setting.
 """
 
 import inspect
@@ -39,7 +39,7 @@ def hybrid(tmp_path):
 def step(
     world, source, batches: list[list[int]], settings: dict[str, Any]
 ) -> tuple[float, list[Any]]:
-    """(loss, gradients); all forward passes come before all backward passes."""
+    """Return (loss, gradients). All forward passes come before all backward passes."""
     model = build_toy_model(world, source, **settings)
     return passed(model, [pack(SAMPLES, members) for members in batches])
 
@@ -83,7 +83,9 @@ def test_shards_are_gathered_once_per_micro_batch_not_per_document(hybrid):
 def chunk_gated_delta_rule(
     query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None
 ):
-    """The kernel of flash-linear-attention by transformers' reference, document by document."""
+    """The kernel of flash-linear-attention, computed with transformers' reference document by
+    document.
+    """
     rows = [query, key, value, g, beta]
     bounds = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     outputs = [
@@ -96,7 +98,7 @@ def chunk_gated_delta_rule(
 
 
 def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
-    """The kernel of causal-conv1d; its documents are those of `seq_idx`, int32 [1, T]."""
+    """The kernel of causal-conv1d. Its documents are given by `seq_idx`, int32 [1, T]."""
     lengths = [x.shape[2]] if seq_idx is None else seq_idx[0].bincount().tolist()
     assert seq_idx is None or seq_idx.dtype == torch.int32
     parts = [_causal_conv1d(part, weight, bias, activation) for part in x.split(lengths, dim=2)]
@@ -123,8 +125,10 @@ def _reference(name: str, family: str = "qwen3_5"):
 def step_with_kernels(
     world, source, settings: dict[str, Any], kernels: list[Any]
 ) -> tuple[Any, list[str], list[str]]:
-    """((loss, gradients) of one packed batch, classes that use kernels, log) with these functions in
-    place of the packages' (convolution, delta rule). This process must not have built the model.
+    """Return ((loss, gradients) of one packed batch, classes that use kernels, log) with these
+    functions (convolution, delta rule) instead of the packages'.
+
+    This process must not have built the model before.
     """
     install(kernels)
     with heard() as lines:
@@ -134,7 +138,7 @@ def step_with_kernels(
 
 
 def install(kernels: list[Any]) -> None:
-    """Put packages with these functions (convolution, delta rule, Mamba's two) into this process."""
+    """Add packages with these functions (convolution, delta rule, Mamba's two) to this process."""
     if not kernels:
         return
     convolve, mix, *mamba = kernels
@@ -180,7 +184,7 @@ def leaking_conv(x, weight, bias=None, seq_idx=None, activation=None):
 
 
 def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, seq_idx=None, **kwargs):
-    """The kernel of mamba-ssm by transformers' reference, document by document."""
+    """The kernel of mamba-ssm, computed with transformers' reference document by document."""
     reference = _reference("mamba2_chunk_scan", "bamba")
     rows = [x, dt, B, C]
     lengths = [x.shape[1]] if seq_idx is None else seq_idx[0].bincount().tolist()
@@ -224,7 +228,7 @@ def test_the_self_check_runs_the_kernel_that_training_runs(tmp_path, name):
 
 
 def test_a_family_without_functions_of_packages_has_none(tmp_path):
-    """RWKV calls functions of transformers that are wrapped for their cache."""
+    """RWKV calls functions of transformers that are wrapped because of their cache."""
     source = write_model_config(tmp_path, "rwkv", **family_settings("rwkv"))
     model = packed_lm.build_on_meta(source, is_packed=True, uses_kernels=True)
     assert (package_kinds(model), kernel_kinds(model)) == ([], [])
@@ -237,7 +241,7 @@ def planned_gib(_, words: list[str], kernels: list[Any]) -> float:
 
 
 def test_a_plan_needs_no_kernel(hybrid):
-    """Installed kernels do not run on the plan's fake tensors; it counts the references."""
+    """Installed kernels do not run on the plan's fake tensors. The plan counts the references."""
     words = [f"model.partial_pretrain={hybrid.path}", "data.max_length=64"]
     bare, installed = (
         run_ranks(planned_gib, 1, words, kernels)[0] for kernels in ([], [failing] * 2)

@@ -1,7 +1,8 @@
-"""Parameters that some documents do not use: experts that nothing is sent to, a branch that depends
-on its input.
+"""Parameters that some documents do not use: experts without tokens, a branch that depends on its
+input.
 
-Ranks add up what all of them have, so each must bring a gradient for every parameter, also a zero.
+Ranks sum the gradients of all parameters, so each rank must contribute a gradient for every
+parameter, even if it is zero.
 """
 
 from ranks import run_ranks

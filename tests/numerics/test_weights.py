@@ -1,5 +1,5 @@
-"""Weights in every form they are found in, and files that are wrong: never silently another
-model.
+"""Weights in every form in which they occur, and invalid files: the result is never silently a
+different model.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         saved(lambda files: {name: t for name, t in files.items() if name != NORM}),
         [NORM, "random_weights=true"],
     ),
-    "missing file": (without_a_file, ["model-00002-of-", "not there"]),
+    "missing file": (without_a_file, ["model-00002-of-", "do not exist"]),
     "cut file": (cut_short, ["model.safetensors", "cannot be read"]),
     "own head under a config that ties": (
         saved(lambda files: files | OTHER_HEAD),
@@ -122,7 +122,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     ),
     "no weights": (write_model_config, ["lacks weights"]),
 }
-"""{fault: (what writes such a model, what the message must name)}."""
+"""{fault: (function that writes such a model, text that the message must contain)}."""
 
 
 def test_every_fault_is_named(tmp_path):

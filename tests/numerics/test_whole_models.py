@@ -1,5 +1,5 @@
-"""Checkpoints of several parts: the text part computes as the whole would, and the whole comes
-out again.
+"""Checkpoints with several parts: the text part computes like the whole model, and the whole model
+is exported again.
 """
 
 import json
@@ -34,7 +34,7 @@ IDS = torch.from_numpy(SAMPLES.sample(DOCUMENTS[0])[0])[None].long()
 
 
 def original(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The whole as its own class loads it, and what did not fit."""
+    """Return the whole model as its own class loads it, and the tensors that did not fit."""
     return AutoModelForMultimodalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )

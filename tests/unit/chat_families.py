@@ -1,4 +1,6 @@
-"""Small chat templates that write turns as well-known families do, with what a server stops at."""
+"""Small chat templates that write turns like well-known families, with the tokens at which a server
+stops.
+"""
 
 import json
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from trainer.train.start.preflight import read_chat_template
 
 @dataclass(frozen=True)
 class Family:
-    """A template, the tokens that end generation, and what its conversations may hold."""
+    """A template, the tokens that end generation, and the features that its conversations may have."""
 
     template: str
     stops: tuple[str, ...]
@@ -25,13 +27,13 @@ class Family:
     text_arguments: bool = False
     kwargs: dict[str, Any] = field(default_factory=dict)
     turn: Callable[[dict[str, Any]], str] | None = None
-    """What generating a message gives, by hand, where renderings up to it do not begin with its
-    prompt.
+    """The expected text of a generated message, by hand, if renderings up to it do not begin with
+    its prompt.
     """
     is_open: bool = False
-    """Whether the token that ends a turn is written by the message behind it."""
+    """True if the next message writes the token that ends a turn."""
     together: bool = False
-    """Whether the whole rendering of any conversation shows every turn as generation makes it."""
+    """True if the whole rendering of any conversation shows every turn as generation makes it."""
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = fixtures.make_tokenizer(self.template, eos_token=self.stops[0])

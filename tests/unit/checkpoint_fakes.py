@@ -25,7 +25,7 @@ WORLD_SIZE = 2
 
 
 def content_of(step: int) -> dict[str, bytes]:
-    """Relative path to bytes of the checkpoint of one step, `manifest.json` apart."""
+    """Relative path -> bytes of the checkpoint of one step, except `manifest.json`."""
     ranks = range(WORLD_SIZE)
     shards = {
         layout.model_file(WORLD_SIZE, rank): f"model {step} {rank}".encode() * 3 for rank in ranks
@@ -56,15 +56,15 @@ def manifest_of(step: int, files: tuple[fsio.FileRecord, ...], *, nonce: str = "
 
 
 def sealed(tree: dict[str, Any]) -> str:
-    """The text of a manifest with these values and a digest that fits, as an attacker or another
-    writer would leave it.
+    """Return the text of a manifest with these values and a matching digest, as an attacker or
+    another writer would write it.
     """
     tree = {name: value for name, value in tree.items() if name != OWN_DIGEST}
     return json.dumps(tree | {OWN_DIGEST: digest_of(tree)})
 
 
 def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Let `change` alter the manifest of the checkpoint at `path`, and seal it again."""
+    """Let `change` alter the manifest of the checkpoint at `path`, then update its digest."""
     tree = json.loads((path / MANIFEST).read_text())
     change(tree)
     (path / MANIFEST).write_text(sealed(tree))
@@ -118,7 +118,9 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def is_whole(path: Path) -> bool:
-    """Independent of the code under test: every byte as `content_of` says, and a manifest."""
+    """Check independently of the code under test that every byte is as in `content_of`, and that
+    there is a manifest.
+    """
     try:
         return all(
             (path / name).read_bytes() == data for name, data in expected_files(path.name).items()

@@ -1,4 +1,4 @@
-"""States of a run directory, and looks at it, for the tests of the checkpoint commands."""
+"""States of a run directory, and functions to inspect it, for the tests of the checkpoint commands."""
 
 import os
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 def rows(text: str) -> list[str]:
-    """The lines of the table with single spaces."""
+    """Return the lines of the table with single spaces."""
     return [" ".join(line.split()) for line in text.splitlines() if line[:9].strip().isdecimal()]
 
 
@@ -46,7 +46,7 @@ def names(run_dir: Path) -> set[str]:
 
 
 def leave_behind(run_dir: Path) -> None:
-    """A save cut short, half a deletion, and a checkpoint set aside."""
+    """Add an interrupted save, an interrupted deletion, and a checkpoint that was set aside."""
     stage(run_dir, 8).rename(run_dir / ".staging_global_step_8.ab")
     commit(run_dir, 1).rename(run_dir / ".trash_global_step_1.ab")
     commit(run_dir, 3).rename(run_dir / ".corrupt_global_step_3.0")

@@ -1,4 +1,4 @@
-"""A launcher over an agent and two ranks that a test writes: the ranks register like real ones."""
+"""A launcher with an agent and two ranks that a test defines. The ranks register like real ones."""
 
 import os
 import subprocess
@@ -35,18 +35,18 @@ codes = [rank.wait() for rank in ranks]
 third.kill()
 sys.exit(any(codes))
 """
-"""Stands for torchrun: it folds the exit codes into 0 or 1. Its third child never registers."""
+"""Replaces torchrun: it reports exit codes as 0 or 1. Its third child never registers."""
 
 
 @dataclass(frozen=True)
 class FakeLaunch:
-    """A launcher at work in a directory where its processes and the test meet."""
+    """A launcher running in a directory through which its processes and the test communicate."""
 
     process: subprocess.Popen[str]
     directory: Path
 
     def pid(self, name: str) -> int:
-        """The process that wrote NAME.pid."""
+        """Return the process that wrote NAME.pid."""
         path = self.directory / f"{name}.pid"
         assert wait_until(lambda: path.exists() and path.read_text() != "")
         return int(path.read_text())
@@ -61,14 +61,14 @@ class FakeLaunch:
         (self.directory / name).touch()
 
     def end(self) -> tuple[int, str]:
-        """(exit code, stderr)."""
+        """Return (exit code, stderr)."""
         _, stderr = self.process.communicate(timeout=60)
         return self.process.returncode, stderr
 
 
 @contextmanager
 def launched(directory: Path, *, rank: str = "", agent: str = AGENT) -> Iterator[FakeLaunch]:
-    """Start the launcher in a process group of its own. Everything ends with the block."""
+    """Start the launcher in a separate process group. Everything ends with the block."""
     (directory / "agent.py").write_text(agent)
     (directory / "rank.py").write_text(rank)
     process = subprocess.Popen(

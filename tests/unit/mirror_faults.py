@@ -1,6 +1,7 @@
 """A storage in memory that fails at chosen operations, and helpers that mirror to it.
 
-The process may be killed there, the storage may refuse, cut a file short, or show it late.
+At an operation, the process may be killed, or the storage may refuse, truncate a file, or show it
+late.
 """
 
 import io
@@ -36,12 +37,12 @@ class Killed(BaseException):
 
 
 class FaultyStorage(MemoryFileSystem):
-    """Counts operations; operation n fails as `faults[n]` says. Instances share no files.
+    """Counts operations; operation n fails as `faults[n]` defines. Instances share no files.
 
-    killed before, after, within: the process ends, and a write within has written half. No
-    operation works until `revive`.
-    refused: an error without an effect. cut: a write or a read that reports success, with half of
-    the data. late: for `late_by` operations a change is neither listed nor read.
+    killed before, after, within: the process ends; a write within has written half. No operation
+    works until `revive`. refused: an error without an effect. cut: a write or read that reports
+    success with half of the data. late: for `late_by` operations a change is neither listed nor
+    read.
     """
 
     cachable = False
@@ -56,20 +57,20 @@ class FaultyStorage(MemoryFileSystem):
         self._before: dict[str, tuple[int, bytes | None]] = {}
 
     def revive(self) -> bool:
-        """Start the process again; return whether it was killed."""
+        """Restart the process, and return True if it was killed."""
         was_dead = self._is_dead
         self._is_dead = False
         return was_dead
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Let the operations of the block neither count nor fail."""
+        """Exclude the operations of the block from counting and failing."""
         self._is_still = True
         yield
         self._is_still = False
 
     def seen(self) -> dict[str, bytes]:
-        """Return the files that the storage shows now."""
+        """Return the files that the storage currently shows."""
         found = {name: file.getvalue() for name, file in self.store.items()}
         for name, (until, before) in self._before.items():
             if self.count <= until:
@@ -170,7 +171,7 @@ def restored(run_dir: Path, storage: FaultyStorage, **settings: Any) -> Path | N
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Return the directory of a run whose best validation is that of step 2."""
+    """Return the directory of a run whose best validation is at step 2."""
     path = tmp_path / "run"
     path.mkdir()
     lines = [
@@ -184,7 +185,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each operation the same number in every run, and wait no longer than needed."""
+    """Give each operation the same number in every run, and keep waits short."""
     monkeypatch.setattr(upload, "NUM_STREAMS", 1)
     monkeypatch.setattr(restore, "NUM_STREAMS", 1)
     monkeypatch.setattr(process, "POLL_S", 0.01)

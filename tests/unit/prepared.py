@@ -61,7 +61,9 @@ def run_rows(directory: Path, *rows: Any, **changes: Any) -> TokenDataset:
 def encoded(
     row: Any, tokenizer: PreTrainedTokenizerBase, keys: RowKeys = CHATS, **options: Any
 ) -> tuple[list[Encoded] | str, Summary]:
-    """The samples of a row (as JSON text, or its messages), or why it has none; what was seen."""
+    """Return the samples of a row (JSON text, or its messages) or the reason why it has none, and
+    the counts.
+    """
     if isinstance(row, list):
         row = {"messages": row}
     record = json.loads(row) if isinstance(row, str) else row
@@ -81,7 +83,7 @@ def sample_of(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> E
 
 
 def marked(row: Any, tokenizer: PreTrainedTokenizerBase, *args: Any, **options: Any) -> list[str]:
-    """The samples of a row with the supervised part in [[ ]], or the reason why it has none."""
+    """Return the samples of a row with the supervised part in [[ ]], or the reason why it has none."""
     samples, _ = encoded(row, tokenizer, *args, **options)
     if isinstance(samples, str):
         return [samples]
@@ -95,8 +97,8 @@ def supervised(row: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> 
 
 
 def parsed(row: Any, keys: RowKeys = CHATS) -> Item | UnusableError:
-    """Return the content that is recognised in a row, which is given as JSON text, an object or as
-    read from a file.
+    """Return the content that is recognised in a row, given as JSON text, an object, or the result
+    of reading a file.
     """
     record = json.loads(row) if isinstance(row, str) else row
     if not isinstance(row, Row):

@@ -1,5 +1,5 @@
-"""The plan: every sample exactly once, within the limits, evenly dealt; properties over random
-batches.
+"""The plan: every sample exactly once, within the limits, and evenly distributed. Properties are
+tested over random batches.
 """
 
 import itertools
@@ -65,7 +65,7 @@ def test_a_batch_is_dealt_whole_within_the_limits_and_evenly(seed):
 
 def test_a_sample_longer_than_the_limit_is_refused():
     lengths = np.array([3, 9, 4])
-    why = r"data\.max_token_len_per_gpu=8 is less than a sample's 9 tokens\.\nFix: raise it"
+    why = r"data\.max_token_len_per_gpu=8 is less than the 9 tokens of a sample\.\nFix: raise it"
     with pytest.raises(ConfigError, match=why):
         RankPlan(0, 2, Limits(8, None), 0.0).deal(lengths)
     RankPlan(0, 2, Limits(9, None), 0.0).deal(lengths)
@@ -106,7 +106,7 @@ def test_a_schedule_continued_anywhere_goes_on_as_it_would_have(num_samples, bat
 
 
 def test_a_long_sample_costs_what_its_sliding_window_leaves():
-    """300 tokens with a window of 100 cost as much as five samples of 100, not as nine."""
+    """300 tokens with a window of 100 cost as much as five samples of 100 tokens, not nine."""
     lengths = np.array([300, *[100] * 7])
     windowed = RankPlan(0, 2, Limits(None, None), 0.0, {100: 1.0}).deal(lengths)
     whole = RankPlan(0, 2, Limits(None, None), 1.0).deal(lengths)

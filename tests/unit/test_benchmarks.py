@@ -1,4 +1,4 @@
-"""Benchmarks use functions that exist: CI imports them, and does not run them."""
+"""Benchmarks use functions that exist: CI imports them but does not run them."""
 
 import os
 import subprocess

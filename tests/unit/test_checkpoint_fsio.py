@@ -18,7 +18,7 @@ from trainer.checkpoint.fsio import FileRecord
 RECORD = FileRecord("shard.pt", 5, "0" * 64)
 CHANGES = {"mkdir", "rename", "unlink", "rmdir", "write_bytes", "write_text", "fsync"}
 OTHER_FILES = {"lock", "reading", "requests"}
-"""Modules that change only files that belong to no checkpoint."""
+"""Modules that change only files outside checkpoints."""
 
 
 def test_no_other_module_changes_the_files_of_a_checkpoint():

@@ -1,5 +1,5 @@
-"""Which checkpoint a run continues from: every state of the run directory has one right answer,
-and none is step 0.
+"""The checkpoint from which a run continues: every state of the run directory has one right answer,
+never step 0.
 """
 
 import errno
@@ -90,7 +90,7 @@ def listed(path: str) -> list[dict[str, Any]]:
 
 
 REASONS: list[tuple[Callable[[Path], object], str]] = [
-    (lambda p: os.truncate(p / "data.pt", 2), "data.pt has 2 bytes, 8 were written"),
+    (lambda p: os.truncate(p / "data.pt", 2), "data.pt has 2 bytes, but 8 were written"),
     (lambda p: (p / layout.model_file(2, 1)).unlink(), "model_world_size_2_rank_1.pt: No such"),
     (edited("step", 11), "manifest.json: it belongs to step 11"),
     (edited("format", 9), "format 9 is not format 2"),
@@ -143,7 +143,7 @@ def test_commit_sets_an_abandoned_attempt_aside_but_never_the_pointers_target(tm
 
 
 def test_a_good_checkpoint_after_a_pointer_moved_back_is_not_called_corrupt(tmp_path):
-    """It was renamed to `.corrupt_*` when its step was saved again."""
+    """The checkpoint was renamed to `.corrupt_*` when its step was saved again."""
     save(tmp_path, 10, 20)
     point(tmp_path, "10")
     commit(tmp_path, 20, nonce="other")
@@ -178,7 +178,7 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path, caplog):
 
 
 def test_a_displaced_run_cannot_commit_a_save_that_the_next_run_is_deleting(tmp_path, monkeypatch):
-    """It published a checkpoint that lacked files."""
+    """The run published an incomplete checkpoint."""
     staging = stage(tmp_path, 20)
     results = []
 
@@ -247,7 +247,7 @@ def test_an_error_after_the_commit_does_not_undo_it(tmp_path, monkeypatch, caplo
 
 
 def test_a_rename_that_was_carried_out_and_reported_as_failed_counts(tmp_path, monkeypatch):
-    """A server carried it out, its answer was lost, and the second try finds nothing."""
+    """A server carried out the rename, the reply was lost, and the retry finds nothing."""
     real = os.rename
 
     def rename(source: Any, target: Any) -> None:

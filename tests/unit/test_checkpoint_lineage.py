@@ -1,4 +1,4 @@
-"""Tests of the changes that a resume refuses, warns of, or permits: one test for each class. Every
+"""Tests of the changes that a resume refuses, warns about, or permits, one for each class. Every
 difference is shown.
 """
 

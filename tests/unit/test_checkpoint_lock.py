@@ -1,5 +1,5 @@
-"""One run per directory: the second is refused, a killed one leaves nothing behind, a fenced
-one knows it.
+"""One run per directory: a second run is refused, a killed run leaves no lock, and a run that lost
+the lock notices it.
 """
 
 import errno
@@ -24,7 +24,7 @@ from trainer.runtime import heartbeat
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[tuple[int, int]]:
-    """A process that takes the lock and sleeps: its pid, and that of its forked worker."""
+    """A process that takes the lock and sleeps. Returns its pid and the pid of its forked worker."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -138,8 +138,8 @@ def test_a_file_system_that_does_not_answer_is_not_held(tmp_path, monkeypatch):
 
 
 def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_path):
-    """This happens after a restart of a container: `doctor` and `Tracking` refused the directory,
-    and `evaluate --watch` waited.
+    """This happens after a container restarts: `doctor` and `Tracking` refused the directory, and
+    `evaluate --watch` waited.
     """
     with RunLock(tmp_path):
         assert heartbeat.is_live(tmp_path) and heartbeat.trainer_pid(tmp_path) == os.getpid()

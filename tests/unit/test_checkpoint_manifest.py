@@ -1,4 +1,6 @@
-"""The manifest: an exact round trip, nothing malformed accepted, every changed byte found."""
+"""The manifest: an exact round trip; malformed manifests are rejected, and every changed byte is
+found.
+"""
 
 import json
 import math

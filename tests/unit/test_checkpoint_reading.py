@@ -1,5 +1,5 @@
-"""A reader keeps what it reads, whatever becomes of the checkpoint; a killed one leaves nothing
-for good.
+"""A reader keeps its files even if the checkpoint is deleted. A killed reader leaves nothing
+permanently.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A run reads its rollbacks as they were written, and never guesses them."""
+"""A run reads its rollbacks exactly as written, and never guesses them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_a_file_that_cannot_be_read_ends_the_start(tmp_path, text):
 def rollbacks_at_start(
     world: Any, run_dir: Path, fingerprints: Mapping[str, str], **changes: str
 ) -> Rollbacks:
-    """Begin and save nothing."""
+    """Start a run and save nothing."""
     config = replace(trainer_config(run_dir, Recipe()), **changes)
     begun = begin(config, fingerprints, world, total_steps=99)
     begun.lock.release()

@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint can run code or lead out of its directory."""
+"""Nothing in a checkpoint can run code or point outside its directory."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ class Canary:
 def test_a_pickle_that_runs_code_is_refused_by_name_and_not_run(tmp_path):
     path = tmp_path / "data.pt"
     torch.save({"weight": torch.zeros(2), "more": Canary(tmp_path / "canary")}, path)
-    with pytest.raises(CorruptShardError, match=r"data\.pt is a pickle that would run code"):
+    with pytest.raises(CorruptShardError, match=r"data\.pt contains a pickle that could run code"):
         read_torch(path)
     assert not (tmp_path / "canary").exists()
     torch.load(path, weights_only=False)

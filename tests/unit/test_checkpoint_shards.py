@@ -1,4 +1,4 @@
-"""Pieces of tensors: what may be copied into what, and how much memory a state takes."""
+"""Pieces of tensors: permitted copies, and the memory of a state."""
 
 import pytest
 import torch

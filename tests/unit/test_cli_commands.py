@@ -1,5 +1,5 @@
-"""`fsdp-sft`, or `bash run_sft.sh`: names every command, and every command calls itself as it
-is called.
+"""`fsdp-sft` or `bash run_sft.sh` lists every command, and each command shows its usage under the
+name that was used.
 """
 
 import re
@@ -31,14 +31,14 @@ def test_a_word_that_is_no_command_is_answered_with_those_there_are(capsys):
     assert launch.main(["pln", "8"]) == 2
     assert launch.main(["frobnicate"]) == 2
     near, far = capsys.readouterr().err.splitlines()
-    assert near == "ERROR: there is no command 'pln': did you mean 'plan'?"
-    assert far.startswith("ERROR: there is no command 'frobnicate': commands are ")
+    assert near == "ERROR: unknown command 'pln'; did you mean 'plan'?"
+    assert far.startswith("ERROR: unknown command 'frobnicate'; commands are ")
     assert "checkpoint" in far
 
 
 def test_a_command_of_the_script_sets_up_its_log_and_signals_as_a_program():
-    """A plain function call would not: `checkpoint ls | head` ended in a traceback, and a warning
-    was not shown.
+    """A plain function call would not show this: `checkpoint ls | head` ended in a traceback, and a
+    warning was lost.
     """
     call = "main(['checkpoint', 'ls', 'gone'], is_program=True)"
     words = f"import logging, signal; from trainer.launch.__main__ import main; code = {call}"

@@ -1,4 +1,4 @@
-"""`python -m trainer.cli data preview` and `stats`: what is trained is shown, without weights."""
+"""`python -m trainer.cli data preview` and `stats` show the training data without reading weights."""
 
 import json
 import shutil

@@ -51,7 +51,7 @@ def test_prune_is_refused_while_a_run_trains(run_dir, call, options):
 
 
 def random_state(run_dir: Path, chance: random.Random) -> None:
-    """Saves, some of them damaged, perhaps a pointer that was moved, and leftovers."""
+    """Saves, some of them damaged, possibly a pointer that was moved, and leftovers."""
     run_dir.mkdir()
     steps = sorted(chance.sample(range(10, 100), chance.randint(1, 5)))
     save(run_dir, *steps)
@@ -63,7 +63,7 @@ def random_state(run_dir: Path, chance: random.Random) -> None:
 
 
 def resumes(path: Path) -> bool:
-    """Independent of the code under test: whether all is whole but the export."""
+    """Return True if everything except the export is complete. Independent of the code under test."""
     return all(
         (path / name).read_bytes() == data
         for name, data in expected_files(path.name).items()
@@ -72,7 +72,7 @@ def resumes(path: Path) -> bool:
 
 
 def resumed_step(run_dir: Path) -> int | None:
-    """The step a start would load: the first candidate that is whole."""
+    """Return the step that a start would load: the first complete candidate."""
     try:
         return next(
             (info.step for info in choice.select(run_dir).candidates if resumes(info.path)), None
@@ -82,7 +82,7 @@ def resumed_step(run_dir: Path) -> int | None:
 
 
 def test_prune_never_changes_what_a_resume_loads(tmp_path, call, monkeypatch):
-    """In any state, and killed (an error nobody catches) before any operation."""
+    """Test any state, with a kill (an error that nothing catches) before any operation."""
     outcomes = set[int | str]()
     for seed in short_or_full(range(40), full=range(60)):
         chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The report command: its output and its exit codes; the page that a run writes at its end."""
+"""The report command: its output and exit codes, and the page that a run writes at its end."""
 
 import json
 import os
@@ -26,7 +26,7 @@ Call = Callable[..., tuple[int, str, str]]
 def call(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Call:
-    """Run the command beside two runs, `ours` and `swift`; return exit code, stdout and stderr."""
+    """Run the command next to two runs, `ours` and `swift`. Return exit code, stdout and stderr."""
     for name, write in (("ours", write_own), ("swift", write_swift)):
         (tmp_path / name).mkdir()
         write(tmp_path / name, make_curves(num_steps=120))

@@ -1,5 +1,5 @@
-"""Phases of a step: they add up, those of a device are its own, and their spans can be looked
-at.
+"""Phases of a step: they add up, phases of a device are measured on the device, and their spans can
+be viewed.
 """
 
 import json

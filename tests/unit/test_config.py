@@ -1,4 +1,4 @@
-"""From a command line to a checked `Config`: mistakes are named before anything slow starts."""
+"""From a command line to a checked `Config`: errors are reported before anything slow starts."""
 
 from operator import attrgetter
 

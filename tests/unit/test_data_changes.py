@@ -45,7 +45,7 @@ def tear(path: Path) -> None:
 
 
 def empty(path: Path) -> None:
-    """To read a mapping of what is gone would kill the process."""
+    """Reading the mapping of a truncated file would kill the process."""
     os.truncate(path, 0)
 
 
@@ -53,7 +53,7 @@ def empty(path: Path) -> None:
 
 
 def acts_at(actions: dict[int, Callable[[], object]]) -> Callable[[], None]:
-    """Return a `progress` that calls an action at its calls of these numbers."""
+    """Return a `progress` that performs an action at its calls with these numbers."""
     calls = itertools.count(1)
     return lambda: actions.get(next(calls), lambda: None)()
 
@@ -73,7 +73,7 @@ def test_tokens_are_never_kept_under_the_hash_of_other_rows(tmp_path, monkeypatc
 
 
 def test_rows_that_were_other_ones_for_a_moment_are_refused(tmp_path):
-    """The file has its first content and time again when it is hashed once more."""
+    """The file has its first content and time again when it is hashed for the second time."""
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
     first = path.with_suffix(".first")
     shutil.copy2(path, first)
@@ -95,7 +95,7 @@ def test_a_change_that_coarse_times_do_not_show_is_found_by_its_hash(tmp_path, m
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A file of rows and the cache with its tokens."""
+    """A file of rows, and the cache with its tokens."""
     directory = tmp_path_factory.mktemp("prepared")
     path = write_rows(directory / "rows.jsonl", *good_rows(300))
     run(path, cache=directory / "cache")

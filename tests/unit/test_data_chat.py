@@ -1,5 +1,5 @@
-"""Golden loss masks: the supervised text is exactly what the assistant said, each turn with its
-end token.
+"""Reference loss masks: the supervised text is exactly the assistant's text, each turn with its end
+token.
 """
 
 from typing import Any
@@ -117,10 +117,10 @@ READS_THE_FIRST = "{% if messages[0]['role'] == 'system' %}{% endif %}" + fixtur
 
 @pytest.mark.parametrize("template", [fixtures.GEMMA, READS_THE_FIRST])
 def test_a_conversation_that_begins_with_the_assistant_is_refused_with_the_fix(template):
-    """The error had only jinja's words."""
+    """The error contained only jinja's message."""
     why = reason(template, chat("one", "two")[1:])
     assert why.startswith("chat template: cannot render the conversation: ")
-    assert "begins with an assistant turn" in why and "begin it with a user message" in why
+    assert "begins with an assistant turn" in why and "start it with a user message" in why
 
 
 def test_a_template_refuses_a_conversation_in_its_own_words():
@@ -129,7 +129,7 @@ def test_a_template_refuses_a_conversation_in_its_own_words():
 
 
 def test_whitespace_that_the_token_before_an_answer_absorbs_is_not_trained():
-    """Phi-3's tokens take in the whitespace after them."""
+    """Phi-3's tokens absorb the whitespace after them."""
     tokenizer = make_tokenizer(PHI, eos_token="<|end|>")
     tokenizer.add_tokens([AddedToken("<|assistant|>", rstrip=True, normalized=False)])
     assert supervised(chat("  one"), tokenizer) == ["one<|end|>"]

@@ -1,4 +1,4 @@
-"""Tests of accepted data files, and of those that are refused at once with a fix."""
+"""Tests of accepted data files, and of files that are refused at once with a fix."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""Files that cannot be trained on: each is refused by file, line and reason, and nothing is
-kept of it.
+"""Files that cannot be used for training: each is refused with file, line and reason, and nothing
+of it is kept.
 """
 
 import gzip
@@ -98,7 +98,7 @@ LINES: dict[bytes, str] = {
 FILES: dict[str, tuple[bytes, str]] = {
     "rows.jsonl.gz": (gzip.compress(MANY)[:-9], "cannot be read after line "),
     "rows.jsonl.zst": (MANY, "cannot be read after line 0: "),
-    "none.jsonl": (b"\n\n", "no row to train on in "),
+    "none.jsonl": (b"\n\n", "there are no rows in "),
     "object.json": (b'{"a": 1}', "is not an array of objects.\nFix: make it an array"),
     "twice.json": (b'[{"a": {"b": 1, "b": 2}}]', "an object has several values for the key 'b'"),
     "torn.json": (b'[\n{"a": 1},\n', "is not valid JSON: Expecting value: line 3"),
@@ -111,7 +111,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 def refusal(*files: Path) -> str:
-    """The message about files that cannot be trained on, of which nothing is kept."""
+    """Return the message about files that cannot be used for training. Nothing of them is kept."""
     cache = files[0].with_name("cache")
     with pytest.raises(DataError) as error:
         run(list(files), replace(OPTIONS, keys=RowKeys()), cache=cache)
@@ -120,7 +120,7 @@ def refusal(*files: Path) -> str:
 
 
 def listed(directory: Path) -> list[dict[str, Any]]:
-    """The rows in the list of bad rows that a message names."""
+    """Return the rows in the list of bad rows that a message names."""
     (path,) = (directory / "cache").glob("bad_rows_*.jsonl")
     return list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
 

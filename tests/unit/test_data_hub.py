@@ -1,4 +1,4 @@
-"""Datasets of the Hub are downloaded from a small one on this machine, and read again without it."""
+"""Datasets of the Hub are downloaded from a small local one, and read again without it."""
 
 import json
 import os
@@ -94,7 +94,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_args: Any) -> None:
-        """Not on the terminal."""
+        """The message does not appear on the terminal."""
 
 
 @pytest.fixture
@@ -153,7 +153,10 @@ def test_what_was_downloaded_is_read_without_a_network_and_the_rest_is_told(tmp_
     (found, no_split, subsets, no_revision, no_address), _ = resolve(
         tmp_path, endpoint, "name:train", *wrong
     )
-    assert "the dataset has no such split" in no_split and "data/train_sft-0.parquet" in no_split
+    assert (
+        "the dataset does not have this split" in no_split
+        and "data/train_sft-0.parquet" in no_split
+    )
     assert "several subsets have this split" in subsets and "a/test, b/test" in subsets
     assert f"if {endpoint}/datasets/org/name exists" in no_revision and "hf auth" in no_revision
     assert "is not an address" in no_address

@@ -1,4 +1,4 @@
-"""Many rows are prepared in several processes: nobody can tell from the result."""
+"""Several processes prepare many rows, with the same result as one process."""
 
 import dataclasses
 import itertools
@@ -58,7 +58,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch):
 
 
 def test_a_daemonic_process_prepares_alone(monkeypatch):
-    """multiprocessing gives it no children."""
+    """multiprocessing does not allow this process to have children."""
     with_cpus(monkeypatch, 2)
     monkeypatch.setitem(current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     blocks = itertools.islice(endless(), 20)
@@ -74,7 +74,7 @@ def test_a_killed_process_is_an_error_and_the_others_end(monkeypatch):
     assert len(started) == 2
     for child in started:  # one alone is noticed when nothing else comes
         child.kill()
-    with pytest.raises(RuntimeError, match="killed, most likely because memory ran out"):
+    with pytest.raises(RuntimeError, match="killed, most likely for lack of memory"):
         list(results)
     assert children_of(os.getpid()) == before
 

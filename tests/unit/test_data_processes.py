@@ -1,4 +1,4 @@
-"""Several processes prepare the same rows, and processes of the data that lose their parent."""
+"""Several processes prepare the same rows; data processes lose their parent."""
 
 import errno
 import fcntl
@@ -34,7 +34,7 @@ def _caches(cache: Path) -> list[Path]:
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_processes_that_prepare_at_once_see_the_same(tmp_path, has_locks):
-    """With locks, only one prepares, and the others wait."""
+    """With locks, one process prepares, and the others wait."""
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(2000))
     cache = tmp_path / "cache"
     results = CONTEXT.Queue()

@@ -33,7 +33,7 @@ def test_rows_come_as_often_as_asked_and_over_epochs_equally_often(shares):
 
 
 def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> SourceSamples:
-    """Samples without tokens: their places tell them apart."""
+    """Samples without tokens, which are distinguished by their places."""
     dataset: Any = SimpleNamespace(
         summary=SimpleNamespace(fingerprint=changes.get("fingerprint", name)),
         bounds=changes.get("bounds"),

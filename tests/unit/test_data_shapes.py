@@ -1,4 +1,4 @@
-"""Rows of every format: what is recognised, what is trained of it, and why a row is refused."""
+"""Rows of every format: how they are recognised, which parts are trained, and why a row is refused."""
 
 import functools
 import gzip
@@ -165,7 +165,7 @@ TURNS = '"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "va
     ],
 )  # fmt: skip
 def test_a_column_that_only_rows_of_another_shape_have_is_named(row, unread):
-    """Each was lost without a word."""
+    """Each of these was lost without a message."""
     samples, seen = encoded(row, fixtures.make_tokenizer())
     assert not isinstance(samples, str)
     assert seen.unread_columns == dict.fromkeys(unread.split(), 1)
@@ -185,7 +185,7 @@ TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"labels": HIDDEN}, f"unknown vocabulary: .* add the column with the value '{DIGEST}'"),
     ({"labels": [*IDS[1:], -100], **TOLD}, "bad tokens: 'labels' has .* at position 1; .*not the next token's"),
     ({"loss_mask": [2] * NUM_IDS, **TOLD}, "bad tokens: 'loss_mask' has 2 at position 1; allowed: 0 and 1"),
-    ({"loss_mask": [1] * NUM_IDS, "labels": HIDDEN, **TOLD}, "bad tokens: .* supervise different tokens"),
+    ({"loss_mask": [1] * NUM_IDS, "labels": HIDDEN, **TOLD}, "bad tokens: .* mark different tokens"),
     (TOLD, "bad tokens: 'input_ids' requires a 'loss_mask' or 'labels' column"),
     ({"input_ids": [-1], "labels": [-100], **TOLD}, "bad tokens: 'input_ids' has -1"),
     *[({"input_ids": ids, "labels": [1], **TOLD}, "bad tokens: 'input_ids' is not a list of 32-bit integers")

@@ -1,4 +1,4 @@
-"""The token cache: prepared once per content, whole or not at all, every row accounted for."""
+"""The token cache: prepared once per content, atomically, and with every row accounted for."""
 
 import json
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_bad_rows_skipped_are_counted_and_listed(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "options", "why"),
     [
-        (["{"], {"on_bad_row": "skip"}, r"1 of 1 rows cannot be trained on \(0 can\)"),
+        (["{"], {"on_bad_row": "skip"}, r"1 of 1 rows cannot be used for training \(0 can\)"),
         (good_rows(2), {"truncation": "drop", "max_length": 2}, "2 of 2 rows were dropped"),
         (
             [{"q": "x" * 200, "a": "b"}],
@@ -157,7 +157,7 @@ def test_max_samples_takes_the_first_rows(tmp_path):
 
 
 def test_what_a_killed_preparation_left_goes_with_the_next_of_any_data(tmp_path):
-    """But not what another process prepares now."""
+    """This excludes files that another process is preparing."""
     killed, under_way = (
         tmp_path / "cache" / "tokens" / f"{name}.tmp-host-1" for name in ("killed", "alive")
     )

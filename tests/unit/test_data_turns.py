@@ -1,7 +1,7 @@
-"""Turns as inference sees them: supervised is what the model must generate behind the prompt that a
-server renders.
+"""Turns as in inference: the supervised text is what the model must generate after the prompt that
+a server renders.
 
-The reference renders with `apply_chat_template` of transformers alone.
+The reference renders with `apply_chat_template` of transformers only.
 """
 
 import functools
@@ -39,8 +39,8 @@ Message = dict[str, Any]
 
 
 def generated_row(family: Family, draw: random.Random) -> dict[str, Any]:
-    """One to four questions; some call a tool first, reason, have a system text, a question
-    without answer.
+    """One to four questions. Some have tool calls, reasoning, a system text, or a question without
+    an answer.
     """
 
     def said(role: str, **more: Any) -> Message:
@@ -79,7 +79,7 @@ def generated_row(family: Family, draw: random.Random) -> dict[str, Any]:
 
 
 def as_template_wants(messages: list[Message], family: Family) -> list[Message]:
-    """With tool arguments as the family's template takes them."""
+    """Return the messages with tool arguments in the form that the family's template accepts."""
     found: list[Message] = json.loads(json.dumps(messages))
     for message in found:
         for call in message.get("tool_calls", ()):
@@ -93,8 +93,8 @@ def as_template_wants(messages: list[Message], family: Family) -> list[Message]:
 def served(
     row: dict[str, Any], index: int, family: Family, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, str]:
-    """The prompt that a server renders for a turn, and what the model must generate then, until
-    the server stops.
+    """Return the prompt that a server renders for a turn, and the text that the model must then
+    generate until the server stops.
     """
     messages = as_template_wants(row["messages"], family)
     settings: dict[str, Any] = {"tools": row["tools"], "tokenize": False, **family.kwargs}
@@ -112,7 +112,7 @@ def served(
 
 
 def shown(sample: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
-    """(All before, text) of each supervised stretch of a sample."""
+    """Return (text before, text) of each supervised stretch of a sample."""
     bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=False, append=False)).tolist()
     decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     return [
@@ -183,7 +183,9 @@ def test_each_turn_is_a_sample_behind_its_prompt_where_a_template_drops_reasonin
 def test_a_turn_that_is_not_rendered_as_its_prompt_begins_is_told():
     opens = fixtures.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
     [refused] = marked(ASK, ONE, template=opens, turns="apart")
-    assert "message 2 (assistant) does not begin with its generation prompt's header" in refused
+    assert (
+        "message 2 (assistant) does not begin with the header of the generation prompt" in refused
+    )
     assert marked(ASK, ONE, template=opens) == [f"{FIRST}[[one<|im_end|>]]\n"]
 
 
@@ -209,7 +211,7 @@ CALLS_WITHOUT_TEXT = (
 
 
 def test_a_turn_after_a_call_whose_text_is_null_is_rendered():
-    """It crashed where the turn does not begin as its prompt ends."""
+    """This crashed if the turn did not begin with the end of its prompt."""
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     calling = {"role": "assistant", "content": None, "tool_calls": [call]}
     [text] = marked(ASK, calling, ONE, template=CALLS_WITHOUT_TEXT)

@@ -1,5 +1,5 @@
-"""The detector: each level at its limits, lasting trouble reported once, equal decisions after a
-restart.
+"""The detector: each level at its limits, lasting trouble reported once, and equal decisions after
+a restart.
 """
 
 import json
@@ -64,7 +64,7 @@ def test_a_step_is_judged_by_loss_and_gradient(steps, expected):
 @pytest.mark.covers("S2.38")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_device_skips_exactly_the_steps_that_are_severe(loss):
-    """At the limits themselves and one float above them too."""
+    """Test the limits themselves, and values one float above them."""
     seed = 11
     rng = np.random.default_rng(seed)
     curve = healthy((loss, "heavy"), seed=seed, num_steps=700)
@@ -135,7 +135,7 @@ def test_batches_without_label_tokens_are_reported_at_once_and_dead_after_ten():
 
 @pytest.mark.parametrize("family", [*TUNED[::8], HELD_OUT[0]], ids="-".join)
 def test_a_detector_restored_at_every_step_decides_alike(family):
-    """The state goes through JSON, with faults of all kinds and rules under way."""
+    """The state survives JSON, with faults of all kinds and active rules."""
     rules = [GuardRule("kl", above=3, num_steps=2, action="rollback")]
     rules += [GuardRule("train/grad_norm", above=8, action="warn")]
     curve = healthy(family, seed=5, num_steps=500)
@@ -169,7 +169,7 @@ def test_a_detector_restored_at_every_step_decides_alike(family):
     ],
 )
 def test_a_rule_acts_where_its_limit_is_exceeded_for_long_enough(rule, series, expected):
-    """`expected`: steps at which it acts, with the onsets."""
+    """`expected`: steps at which the rule acts, with their onsets."""
     detector = Detector(rules=[rule])
     events = []
     for step, value in enumerate(series):

@@ -12,8 +12,8 @@ from trainer.train.detection.validations import ValidationWatch
 def judged(
     val_losses: Sequence[float], train_losses: Sequence[float]
 ) -> tuple[list[int], ValidationWatch]:
-    """The validations that are told to overfit, and the watch after them. It is restored from its
-    state before each.
+    """Return the validations that count as overfitting, and the watch after them. It is restored
+    from its state before each validation.
     """
     watch = ValidationWatch()
     found = []

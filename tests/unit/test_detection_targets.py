@@ -1,8 +1,8 @@
 """How often the detector is right, on curves whose truth is known: runs of 3000 steps of each
 family.
 
-The same targets hold for families that were never looked at while the rules were made. Runs of 200
-per family: benchmarks/guard_calibration.py.
+The same targets hold for families that were not used to develop the rules.
+benchmarks/guard_calibration.py has 200 runs per family.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,7 @@ from trainer.train.detection import Level
 
 SEEDS = short_or_full(range(1), full=range(4))
 SEEDS_OF_TWO_KINDS = range(6)
-"""Runs of each family, and of those whose batches are of two kinds, which need more to be
-judged.
+"""Number of runs of each family, and of families with two kinds of batches, which need more runs.
 """
 TRIPLE = "spike x3, gradient x27"
 QUINTUPLE = "spike x5, gradient x125"
@@ -71,7 +70,7 @@ def test_one_batch_in_ten_of_another_kind_is_no_alarm(outcomes):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_loss_three_times_as_high_with_its_gradient_is_severe(outcomes, group):
-    """At once, before the update."""
+    """Found at once, before the update."""
     found = of(outcomes, [family for family in steady(group) if family[0] in QUIET])
     assert recall(found, TRIPLE, [Level.SEVERE]) >= 0.99
 
@@ -84,7 +83,7 @@ def test_severe_is_seldom_wrong(outcomes):
 @pytest.mark.parametrize(("group", "least"), [("tuned", 0.97), ("held out", 0.90)])
 @pytest.mark.covers("S2.25")
 def test_an_exploding_gradient_is_found_before_its_update(outcomes, group, least):
-    """Gamma distributed gradients, held out, are often so low that even a multiple is nothing
+    """Held out: gradients with a gamma distribution are often so low that even a multiple is not
     unusual.
     """
     found = of(outcomes, steady(group))
@@ -96,7 +95,7 @@ def test_an_exploding_gradient_is_found_before_its_update(outcomes, group, least
 @pytest.mark.parametrize("fault", DRIFTS)
 @pytest.mark.covers("S1.14")
 def test_a_rising_loss_is_found_within_200_steps(outcomes, group, fault):
-    """But for a memorised loss, whose rise is far below 0.1 nat."""
+    """Except for a memorised loss, whose rise is far below 0.1 nat."""
     found = of(outcomes, [family for family in GROUPS[group] if family[0] != "memorised"])
     delays = [outcome.delays[fault].get(Level.DIVERGING, 1000) for outcome in found]
     assert sum(delay <= 200 for delay in delays) >= 0.95 * len(delays), sorted(delays)[-10:]

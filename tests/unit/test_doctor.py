@@ -1,4 +1,6 @@
-"""`doctor` finds each planted fault with one check, prints its fix, and finds none on a good machine."""
+"""`doctor` finds each injected fault with one check, prints its fix, and finds none on a good
+machine.
+"""
 
 import json
 import os
@@ -27,7 +29,7 @@ ROW = '{{"messages": [{{"role": "user", "content": "Hi {0}"}}, {{"role": "assist
 
 
 class Scene:
-    """A good machine and recipe, in the working directory; its methods plant faults."""
+    """A good machine and recipe, in the working directory. Its methods inject faults."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch

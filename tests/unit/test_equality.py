@@ -1,4 +1,4 @@
-"""Compare two finished runs: equal in every bit, or each difference named with its place."""
+"""Comparison of two finished runs: equal in every bit, or each difference is named with its place."""
 
 import math
 import random
@@ -96,7 +96,9 @@ def test_a_wrong_resume_and_random_sums_are_told_apart(
 
 
 def test_equal_runs_have_no_difference(runs):
-    """Files that a reader leaves, torchdata's counters and an attempt that was repeated are none."""
+    """Files left by a reader, torchdata's counters and a repeated attempt do not count as
+    differences.
+    """
     (runs[1] / f".reading_{LAST}").touch()
     log(runs[1], 3, loss=9.0)
     log(runs[1], 3)

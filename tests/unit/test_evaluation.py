@@ -1,4 +1,4 @@
-"""Score checkpoints: each once, right numbers, safe from rotation."""
+"""Scoring of checkpoints: each once, with correct numbers, and safe from rotation."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ QUESTIONS = [Question(str(i), [i], i % 3, f"q:{i}") for i in range(100)]
 
 
 def answers(export: Path, prompts: Sequence[Sequence[int]], _: int) -> list[str]:
-    """Stands for an engine: answer with the number modulo 4."""
+    """Replaces an engine: answer with the number modulo 4."""
     return [str(number % 4) for (number,) in prompts]
 
 
@@ -44,7 +44,7 @@ def run_with(root: Path, *steps: int) -> Path:
 
 
 def record(run_dir: Path, *words: str) -> None:
-    """Write the configuration of a run of the quickstart's model."""
+    """Write the configuration of a run with the quickstart's model."""
     config = load_config(list(words)).resolved
     (run_dir / "run.json").write_text(json.dumps({"config": config}))
 
@@ -65,7 +65,7 @@ def test_after_a_kill_it_asks_again_and_writes_every_sample_once(tmp_path):
 
 
 def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path):
-    """Its huggingface/ still has config.json, the tokenizer and tensors that pass through."""
+    """The huggingface/ folder still has config.json, the tokenizer and untrained tensors."""
     export = run_with(tmp_path, 10) / "global_step_10" / "huggingface"
     (export / "model.safetensors").rename(export / "model-other-parts.safetensors")
     with pytest.raises(ConfigError, match="weights"):
@@ -73,7 +73,7 @@ def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_served_is_named_by_its_own_path(tmp_path):
-    """Not by the links that the evaluation reads."""
+    """The message does not name the links that the evaluation reads."""
 
     def refused(export: Path, *_: object) -> list[str]:
         raise ConfigError(f"{export}/model.safetensors cannot be read")
@@ -88,7 +88,7 @@ def test_a_checkpoint_that_cannot_be_served_is_named_by_its_own_path(tmp_path):
     [(0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (81, 263, 0.25529, 0.36621)],
 )
 def test_the_interval_is_wilsons(right, n, low, high):
-    """The last row: Newcombe 1998, table I."""
+    """The last row is from Newcombe 1998, table I."""
     assert interval(right, n) == pytest.approx((right / n, low, high), abs=5e-5)
 
 
@@ -133,7 +133,7 @@ def test_the_program_is_the_first_fenced_block(fence):
         (["--score", "exec", "--allow-code"], 65, "exec needs tests"),
         (["--score", "exact", "--engine", "vllm", "--python", "/no"], 2, "/no"),
         (["--attach", "10", "code", "nan"], 2, "--attach"),
-        (["--attach", "999", "code", "1"], 2, "step 999: the run has saved no such checkpoint"),
+        (["--attach", "999", "code", "1"], 2, "has not saved a checkpoint at step 999"),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_written(
@@ -160,7 +160,7 @@ def test_rotation_spares_the_best_that_was_scored(tmp_path, name, spared_step):
 
 @pytest.mark.parametrize(("best_step", "kept"), [(1, 2), (3, 2), (5, 4)])
 def test_rotation_spares_a_checkpoint_near_the_best_validation(tmp_path, best_step, kept):
-    """The last one up to it, or the first one after it."""
+    """Return the last checkpoint up to the step, or the first one after it."""
     run_dir = run_with(tmp_path, 2, 4, 6)
     history = History(best_step=best_step)
     assert worth_keeping(run_dir, history, layout.committed(run_dir)) == {kept}

@@ -1,4 +1,4 @@
-"""Programs that a model wrote: right ones pass, hostile ones score 0 and leave nothing running."""
+"""Programs that a model wrote: correct ones pass, hostile ones score 0 and leave nothing running."""
 
 import glob
 import os
@@ -44,7 +44,7 @@ HOSTILE = {
     "does not parse": "def solve(x) return 1",
     "wrong answer": "def solve(x): return 0",
 }
-"""Limits stop these with and without bubblewrap."""
+"""Limits stop these programs with and without bubblewrap."""
 in_bubblewrap = pytest.mark.skipif(
     not has_bubblewrap(), reason="bubblewrap is not installed or may not run"
 )
@@ -70,7 +70,7 @@ def judge(request: pytest.FixtureRequest) -> Judge:
 
 
 def as_ordinary_user(code: str, tests: list[str]) -> str:
-    """Judge without bubblewrap, as a user whom the kernel limits: root becomes nobody."""
+    """Judge without bubblewrap, as a user with kernel limits: root becomes nobody."""
     is_root = os.geteuid() == 0
     job = {"code": code, "tests": tests, "seconds": LIMIT_S, "uid": None}
     job |= {"memory_bytes": 2**28, "max_tasks": 16 if is_root else 4096}

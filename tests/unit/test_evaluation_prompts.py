@@ -1,4 +1,4 @@
-"""The tokens that `evaluate` asks with are those that training puts before the answer."""
+"""`evaluate` asks with the same tokens that training puts before the answer."""
 
 import json
 import shutil
@@ -130,14 +130,14 @@ AS_CHAT = f"<|im_start|>user\n{AS_TEXT}<|im_end|>\n<|im_start|>assistant\n"
 def test_a_question_without_an_answer_is_asked_as_the_run_was_trained(
     asked, trained, words, row, expected
 ):
-    """After training on `prompt` and `completion` as plain text, it was asked as a chat."""
+    """After training on `prompt` and `completion` as plain text, the question was asked as a chat."""
     _, jobs, evaluate = asked
     assert evaluate(trained, words, row) == 0
     assert make_tokenizer().decode(jobs[0]["ids"][0]) == expected
 
 
 def test_questions_of_a_file_need_no_base_model(asked, tmp_path):
-    """It may be gone, but the export has the tokenizer and the template of the run."""
+    """The model may be gone, but the export has the tokenizer and the template of the run."""
     run_dir, jobs, evaluate = asked
     assert evaluate({"messages": CHAT}, (), PROMPT) == 0
     shutil.rmtree(tmp_path / "model")

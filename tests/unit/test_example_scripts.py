@@ -1,6 +1,4 @@
-"""The scripts that a newcomer starts from do what they say, on a tiny model. Ranks are forked
-instead of started.
-"""
+"""The example scripts work as described, on a tiny model. Ranks are forked instead of started."""
 
 import json
 import runpy
@@ -24,7 +22,7 @@ def test_own_rows_are_trained_and_their_model_takes_an_adapter(tmp_path, monkeyp
         return api.RunDirectory(Path(load_config(list(words)).trainer.default_local_dir))
 
     def said_by(script: str, *words: str) -> str:
-        """Run a script with words behind it. Return what it printed."""
+        """Run a script with arguments. Return its output."""
         monkeypatch.setattr(sys, "argv", [script, *words])
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
         return capsys.readouterr().out.strip()

@@ -1,4 +1,4 @@
-"""Ready files for clusters: the SLURM job runs under a fake scheduler, the others say what
+"""Example files for clusters: the SLURM job runs under a fake scheduler; the others contain what
 readers and ranks need.
 """
 
@@ -36,7 +36,7 @@ def final_codes() -> list[int]:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Any:
-    """Starts the batch script as SLURM does, where `srun` does what it is told."""
+    """Start the batch script like SLURM, with an `srun` that runs its arguments."""
 
     def start(behaviour: str, **env: str) -> "subprocess.Popen[str]":
         (tmp_path / "bin").mkdir()

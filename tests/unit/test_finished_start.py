@@ -1,5 +1,5 @@
-"""A start with nothing to do: when the launcher answers for a finished run, and when the ranks
-have to look.
+"""A start with nothing to do: when the launcher answers for a finished run, and when the ranks must
+check.
 """
 
 import json
@@ -32,7 +32,7 @@ assert not heavy, heavy
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """The words of a run that has ended at step 4, with what it leaves in `run`."""
+    """The overrides of a run that has ended at step 4, and its files in `run`."""
     (tmp_path / "model").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "model/config.json").write_text('{"model_type": "qwen2"}')
@@ -82,21 +82,21 @@ def test_the_launcher_answers_without_ranks_and_without_libraries(words, tmp_pat
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["all done", "0", "99"]
     assert "start       2 ranks on CPU" in done.stderr, "the longer run starts its ranks"
-    assert "lacks the last checkpoints" in done.stderr  # .mirror.json names none
+    assert "lacks the latest checkpoints" in done.stderr  # .mirror.json names none
 
 
 @pytest.mark.parametrize("steps", [[2], [2, 4], None])
 def test_a_finished_run_says_again_that_its_mirror_lacks_the_last_checkpoint(
     steps, words, tmp_path, capsys
 ):
-    """The advice was to continue the run, which answered only that it is complete."""
+    """The advice was to continue the run, which only printed that it is complete."""
     (tmp_path / "run" / STATE).write_text(json.dumps({"steps": steps}))
     mirroring.warn_if_behind(load_config(words))
     said = capsys.readouterr().err
     if steps == [2, 4]:
         assert said == ""
     else:
-        assert "hf://buckets/org/model lacks the last checkpoints" in said
+        assert "hf://buckets/org/model lacks the latest checkpoints" in said
         assert f"mirror {tmp_path}/run`" in said and "continue" not in said
     mirroring.warn_if_behind(load_config([*words, "trainer.checkpoint.mirror=null"]))
     assert capsys.readouterr().err == ""

@@ -64,7 +64,7 @@ def test_code_that_comes_with_an_export_is_not_run(export, tmp_path):
 def test_an_answer_ends_at_its_stop_token_and_keeps_the_tokens_of_the_user(
     tmp_path, monkeypatch, written, answer
 ):
-    """Tokens that the chat template writes are no part of an answer."""
+    """Tokens that the chat template writes are not part of an answer."""
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<ans>"]})
     tokenizer.save_pretrained(tmp_path)

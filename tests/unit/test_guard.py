@@ -1,4 +1,4 @@
-"""Tests of the guard's answers to abnormal steps and validations."""
+"""Tests of the guard's reactions to abnormal steps and validations."""
 
 import math
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def calm(guard: Guard, num_steps: int, *, first: int = 1) -> int:
 
 
 def stops(guard: Guard, bad_steps: set[int], num_steps: int, *, first: int = 1) -> list[Decision]:
-    """The decisions to stop or roll back, with a loss of NaN at `bad_steps`."""
+    """Return the decisions to stop or roll back, with a loss of NaN at `bad_steps`."""
     found = []
     for step in range(first, num_steps + 1):
         is_bad = step in bad_steps

@@ -1,4 +1,4 @@
-"""The rank's side of the watchdog: its record, its stacks on request, its file for people."""
+"""The rank's side of the watchdog: its record, its stacks on request, and its file for users."""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""JSON on disk: lines that are read while others are written, numbers that JSON lacks, odd files."""
+"""JSON on disk: lines that are read while others are written, numbers that JSON lacks, and odd
+files.
+"""
 
 import json
 import math
@@ -54,8 +56,8 @@ def test_what_json_lacks_is_written_strictly():
 
 
 def test_the_owner_of_a_file_cuts_a_torn_line_durably_and_a_guest_leaves_it(tmp_path, monkeypatch):
-    """To a guest a line looks torn that the owner is writing. The cut is durable before lines take
-    its place.
+    """To a guest, a line that the owner is writing looks torn. The cut is durable before new lines
+    take its place.
     """
     path = tmp_path / "rows.jsonl"
     synced = []
@@ -83,7 +85,7 @@ def test_rows_go_on_at_the_path_when_the_file_is_moved_away(tmp_path, caplog, is
         file.append({"step": step})
     file.close()
     assert steps(path) == [3, 4] and (is_removed or steps(moved) == [1, 2])
-    assert caplog.text.count("was moved away or removed") == 1
+    assert caplog.text.count("was moved or removed") == 1
 
 
 def test_rows_stay_in_the_open_file_when_the_directory_is_renamed(tmp_path):

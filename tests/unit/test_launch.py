@@ -1,4 +1,4 @@
-"""The launcher: its arguments, the place of this machine, exit codes, mistakes."""
+"""The launcher: its arguments, the place of this machine, exit codes, errors."""
 
 import os
 import socket
@@ -93,7 +93,7 @@ def test_exit_code(reported, agent_code, was_signalled, code):
 
 @pytest.fixture
 def run_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], int]:
-    """Runs the agent of one of two machines. Returns the exit code of its launcher."""
+    """Run the agent of one of two machines. Return the exit code of its launcher."""
     monkeypatch.setenv("SFT_AGENT_PID", "")
     monkeypatch.setattr(agent.signal, "signal", lambda *arguments: None)
     monkeypatch.setattr(agent.logging, "disable", lambda level: None)
@@ -134,7 +134,7 @@ def test_a_port_that_is_in_use_on_this_machine_is_named(run_agent, capsys):
 def test_an_aborted_rank_with_peers_may_have_lost_one(
     nodes, num_gpus, num_ranks, code, tmp_path, monkeypatch
 ):
-    """On one machine without GPUs there is no NCCL that could have lost a peer."""
+    """One machine without GPUs has no NCCL that could lose a peer."""
     for name, value in nodes.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "supervise", lambda *_, **__: ABORTED)

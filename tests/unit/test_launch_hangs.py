@@ -1,4 +1,6 @@
-"""Hangs of ranks that register like real ones: which end the run, what is kept, what is left."""
+"""Hangs of ranks that register like real ones: which hangs end the run, what is saved, and what
+remains.
+"""
 
 import os
 import signal
@@ -51,7 +53,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], FakeLaunch]]:
 
 
 def end(run: FakeLaunch) -> tuple[int, str]:
-    """(exit code, stderr); nothing of the run may be alive then."""
+    """Return (exit code, stderr). No process of the run may be alive then."""
     pids = [*run.rank_pids(), run.pid("third")]
     code, stderr = run.end()
     assert not any(map(is_alive, pids)), stderr
@@ -93,7 +95,7 @@ def test_a_rank_that_holds_the_interpreter_in_c_shows_where(start):
 
 
 def test_a_phase_has_its_own_limit(start):
-    """One rank has a limit that it does not reach, one has none."""
+    """One rank has a limit that it does not reach, and one has no limit."""
     run = start(
         "heartbeat.enter('save', limit_s=60 if local_rank() else float('inf'))\ntime.sleep(3)\n"
         "heartbeat.enter('train', limit_s=2.0)\n"

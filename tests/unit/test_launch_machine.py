@@ -1,4 +1,4 @@
-"""Tests of the launcher's view of its machine: cards, cores, and the way to other machines."""
+"""Tests of the launcher's view of its machine: GPUs, cores, and the route to other machines."""
 
 import socket
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ cuda = _Cuda
 def test_torch_counts_the_gpus_of_a_machine_with_a_driver(
     driver, is_usable, device, expected, tmp_path, monkeypatch
 ):
-    """The driver also counts cards that torch cannot use; other drivers exist without a card."""
+    """The driver also counts GPUs that torch cannot use, and other drivers exist without a GPU."""
     drivers = [tmp_path / "nvidiactl", tmp_path / "kfd"]
     monkeypatch.setattr(ranks, "GPU_DRIVERS", tuple(map(str, drivers)))
     if driver is not None:

@@ -1,4 +1,4 @@
-"""Signals on their way to the ranks, exit codes on theirs to the launcher, and nothing left."""
+"""Signals reach the ranks, exit codes reach the launcher, and nothing remains."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ time.sleep(0.5)
 note()
 status.report(75)
 """
-"""Notes every signal. Half a second after the first, unless it has to stay, it leaves in order."""
+"""Records every signal. Half a second after the first, it exits in order unless it must stay."""
 
 
 def test_a_killed_agent_is_named(tmp_path):

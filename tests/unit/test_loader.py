@@ -82,7 +82,7 @@ def test_a_restart_at_any_step_continues_the_order(num_workers):
 
 
 def require_each_once(batches: Sequence[StepBatch], ids: Sequence[int]) -> None:
-    """All ranks together hold these samples, in as many micro-batches each, and count alike."""
+    """All ranks together hold these samples, with equally many micro-batches and equal counts."""
     samples = ToySamples(NUM_SAMPLES)
     parts = [part for batch in batches for part in batch.micro_batches]
     num_loss_tokens = sum(part.num_loss_tokens for part in parts)
@@ -100,9 +100,7 @@ def require_each_once(batches: Sequence[StepBatch], ids: Sequence[int]) -> None:
 @pytest.mark.covers("S0.4 S0.20 S3.28")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_any_number_of_ranks_continues_with_the_same_samples_each_once(world_size):
-    """The position is one integer: what two ranks saved at step 2, any number of ranks
-    continues.
-    """
+    """The position is one integer: any number of ranks continues after step 2 of two ranks."""
     two = loader(world_size=2)
     next(iter(two))
     ranks = [
@@ -128,8 +126,8 @@ def test_validation_visits_every_sample_once(world_size, num_samples):
 
 @pytest.mark.timeout(20)
 def test_a_worker_needs_no_short_path_of_temporary_files(tmp_path, monkeypatch):
-    """Torch passes tensors through a socket there: with 108 bytes in its path the run waited
-    for its first batch.
+    """Torch passes tensors through a socket there. With 108 bytes in its path, the run waited
+    forever for its first batch.
     """
     place = tmp_path / ("x" * 100)
     place.mkdir()

@@ -1,4 +1,4 @@
-"""The memory plan: its numbers, its advice, and that it needs no weights, GPU or other ranks."""
+"""The memory plan: its numbers and its advice. It needs no weights, GPU or other ranks."""
 
 import math
 from itertools import chain
@@ -55,14 +55,14 @@ def tokens(number: int, max_length: int, *, batch: int = 64) -> list[str]:
 
 
 def planned(path: Path, num_ranks: int, *words: str, **changes: Any) -> MemoryPlan:
-    """Plan for a model that consists of config.json alone."""
+    """Plan for a model that consists only of config.json."""
     write_model_config(path, **changes)
     return plan_memory(load_config([f"model.partial_pretrain={path}", *words]), num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_parameters_and_optimizer_state_are_counted_to_the_byte(tmp_path, num_ranks):
-    """hidden 64, ffn 96, 4 heads and 2 key heads of 16, vocabulary 163 (no multiple of 8), not
+    """hidden 64, ffn 96, 4 heads and 2 key heads of 16, vocabulary 163 (not a multiple of 8), not
     tied, two layers.
     """
     q = [(64, 64), (64,)]
@@ -89,7 +89,9 @@ def test_muon_needs_a_moment_less_for_the_matrices_of_layers(tmp_path):
 
 
 def test_one_card_holds_a_frozen_model_once(tmp_path):
-    """Two cards each hold half and gather the model; so does one whose layers are offloaded."""
+    """Each of two GPUs holds half of the model and gathers it; so does one GPU whose layers are
+    offloaded.
+    """
     words = [*tokens(64, 32), LORA]
     one, two = (planned(tmp_path, num_ranks, *words, **WIDE) for num_ranks in (1, 2))
     offloaded = planned(tmp_path, 1, *words, OFFLOAD, **WIDE)
@@ -132,7 +134,9 @@ def test_four_and_five_layers_tell_all_of_nine(tmp_path, words):
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path, device):
-    """Longer documents in as many tokens: a GPU pads fewer rows, a CPU keeps probabilities."""
+    """With longer documents in equally many tokens, a GPU pads fewer rows, and a CPU keeps
+    probabilities.
+    """
     short, long = (
         planned(tmp_path, 1, *tokens(4096, length), f"trainer.device={device}", num_hidden_layers=1)
         for length in (64, 512)
@@ -197,7 +201,7 @@ def test_living_storages_are_counted_once_and_only_while_they_live():
 
 
 def test_memory_that_flash_attention_takes_inside_is_counted():
-    """It adds gradients of queries in fp32, and gradients per head of keys that heads share."""
+    """It adds gradients of queries in fp32, and gradients per head for keys that heads share."""
     query = torch.empty(100, 4, 16, dtype=torch.bfloat16)
     alone = 4 * (100 + 2 * 128) * 4 * (16 + 1)
     assert flash_backward_bytes(query, query, num_documents=2) == alone
@@ -270,7 +274,9 @@ def test_ranks_that_a_run_refuses_end_with_2(tmp_path, capsys, num_ranks, word, 
 
 
 def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine():
-    """The estimate was 1.5 GiB on any number of ranks; eight ranks of a machine take 2 to 4 GiB."""
+    """The estimate was 1.5 GiB for any number of ranks, but eight ranks of a machine take 2 to 4
+    GiB.
+    """
     needed = [a_plan(ranks).needed_gib - 1.05 for ranks in (1, 2, 4, 8, 16, 512)]
     assert needed == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
     assert len({a_plan(ranks, is_cuda=False).needed_gib for ranks in (1, 8)}) == 1
@@ -278,7 +284,7 @@ def test_what_cuda_and_nccl_take_grows_with_the_ranks_of_a_machine():
 
 @pytest.mark.parametrize(("free_gb", "level"), [(10, "ok"), (3, "warn"), (2, "fail")])
 def test_a_disk_needs_room_for_checkpoints(free_gb, level, monkeypatch):
-    """The one that is kept, and the one being written, of 2 GB each."""
+    """The kept checkpoint and the one being written take 2 GB each."""
     monkeypatch.setattr(checks.fsio, "free_bytes", lambda path: free_gb * 10**9)
     config = load_config(["trainer.max_ckpt_to_keep=1"])
     assert checks.check_disk(config, a_plan(2)).level == level
@@ -295,7 +301,7 @@ def test_the_limit_of_a_container_is_the_memory_that_may_be_used(tmp_path, monke
 
 
 def test_what_a_run_with_experts_refuses_is_no_advice(tmp_path):
-    """A plan of 512 ranks with 8 experts was refused, and so was offloaded state; either refusal
+    """A plan of 512 ranks with 8 experts was refused, and so was offloaded state. Either refusal
     ended the command.
     """
     now = planned(tmp_path, 2, "model.expert_parallel_size=2", **EXPERTS)

@@ -1,5 +1,5 @@
-"""Rows of metrics: phases that close, totals that survive, statistics that are those of the
-global batch.
+"""Rows of metrics: phases that add up, totals that survive restarts, and statistics of the global
+batch.
 """
 
 import math
@@ -107,8 +107,8 @@ def test_a_row_describes_the_global_batch_in_metrics_of_the_table(monkeypatch):
 
 @pytest.mark.covers("S0.6 S0.23 S0.24 S0.29 S3.49")
 def test_phases_of_all_ranks_are_in_the_row_of_the_step_after():
-    """The times of a step travel with the next packet; before any has come, a row shows this
-    rank's own.
+    """The times of a step arrive with the next packet. Before the first packet, a row shows this
+    rank's own times.
     """
     meter = new_meter()
     first = row_of(meter)

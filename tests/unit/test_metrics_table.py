@@ -1,4 +1,6 @@
-"""The table of metrics: keys are found, ranks' values are combined, logged keys are in it."""
+"""The table of metrics: keys are found, values of ranks are combined, and every logged key has an
+entry.
+"""
 
 import math
 import re
@@ -58,7 +60,7 @@ S4.23 actor/positive_sft_loss actor/negative_sft_loss
 S4.26 time/rollout time/ref_log_probs_values_reward time/old_log_probs_values time/adv
 S4.27 time/actor_train/generate/total time/actor_train/compute_log_probs/execute
 """
-"""An acceptance line marked F, then its keys as other trainers log them, in each line."""
+"""Each line: an acceptance line with mark F, then its keys as other trainers log them."""
 
 
 def test_every_line_for_rl_has_its_keys_here():

@@ -1,4 +1,6 @@
-"""The mirror: which checkpoints it holds, what a new machine restores, and what a start refuses."""
+"""The mirror: the checkpoints that it holds, the checkpoint that a new machine restores, and the
+starts that it refuses.
+"""
 
 import json
 import socket
@@ -99,7 +101,7 @@ def test_rotation_spares_what_goes_up(run_dir):
 
 
 def test_the_mirror_of_another_run_is_refused_at_the_start_and_by_an_upload(run_dir, tmp_path):
-    """A storage that was unreachable at the start is asked before the first upload."""
+    """A storage that was unreachable at the start is contacted again before the first upload."""
     storage = mirrored(run_dir, 2)
     restored(run_dir, storage)
     storage._put(f"{URL}/run.json", b'{"project_name": "toy", "experiment_name": "other"}')
@@ -116,7 +118,7 @@ def test_the_mirror_of_another_run_is_refused_at_the_start_and_by_an_upload(run_
 def test_a_run_that_was_mirrored_elsewhere_does_not_overwrite_a_mirror_of_its_name(
     run_dir, tmp_path
 ):
-    """A directory without an id is not refused: a power cut may have lost it."""
+    """A directory without an id is not refused, because a power cut may have lost the id."""
     storage = FaultyStorage()
     other = tmp_path / "other"
     restored(run_dir, storage)
@@ -127,7 +129,7 @@ def test_a_run_that_was_mirrored_elsewhere_does_not_overwrite_a_mirror_of_its_na
     uploader(other, FaultyStorage()).sync()
     before = dict(storage.store)
     for act in (lambda: restored(other, storage), uploader(other, storage).sync):
-        with pytest.raises(ConfigError, match="belongs to another run of the same name"):
+        with pytest.raises(ConfigError, match="belongs to a different run with the same name"):
             act()
     assert storage.store == before
     for path in (run_dir, tmp_path / "new"):
@@ -140,7 +142,7 @@ def test_a_run_that_was_mirrored_elsewhere_does_not_overwrite_a_mirror_of_its_na
 
 
 def test_a_start_from_a_mirror_says_whose_run_it_continues(run_dir, tmp_path, caplog):
-    """A second run of the same names in an empty directory continued the first in silence."""
+    """A second run with the same names in an empty directory silently continued the first."""
     storage = mirrored(run_dir, 2, 4)
     restored(tmp_path / "new", storage)
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -152,7 +154,7 @@ def test_a_start_from_a_mirror_says_whose_run_it_continues(run_dir, tmp_path, ca
 
 
 def test_a_mirror_that_another_machine_took_over_is_left_to_it(run_dir, tmp_path):
-    """Both machines train the run, and each replaced the checkpoints of the other."""
+    """Both machines trained the run, and each replaced the checkpoints of the other."""
     storage = FaultyStorage()
     first = uploader(run_dir, storage)
     save(run_dir, 2)
@@ -184,7 +186,7 @@ def test_a_run_directory_that_lost_its_id_gets_it_back(run_dir):
 
 
 def test_a_mirror_that_vanishes_during_a_run_is_claimed_again(run_dir, tmp_path):
-    """Another run could take it over, since it had no run.json any more."""
+    """Another run could take it over, because it no longer had a run.json."""
     storage = FaultyStorage()
     own = uploader(run_dir, storage)
     for step in (2, 4):
@@ -222,7 +224,7 @@ def test_a_run_directory_that_is_its_own_mirror_is_refused(way, run_dir, tmp_pat
 
 
 def test_disable_refuses_a_mirror_with_checkpoints(run_dir, tmp_path):
-    with pytest.raises(ConfigError, match="holds checkpoints up to step 2; they are not"):
+    with pytest.raises(ConfigError, match="holds checkpoints up to step 2, which are never"):
         restored(tmp_path / "new", mirrored(run_dir, 2), resume_mode="disable")
 
 
@@ -245,7 +247,7 @@ def test_an_unreachable_storage_holds_up_only_a_run_without_a_checkpoint(
 
 @contextmanager
 def following(run_dir: Path, storage: FaultyStorage) -> Iterator[None]:
-    """Upload as next to a run, until the end of the block."""
+    """Upload as during a run, until the end of the block."""
     ending = threading.Event()
     arguments = (trainer_of(run_dir), Storage(URL, storage), ending)
     thread = threading.Thread(target=process.follow, args=arguments)
@@ -273,7 +275,7 @@ def test_the_process_beside_a_run_uploads_until_its_end_and_retries_what_failed(
 
 
 def test_a_run_directory_that_does_not_exist_yet_is_no_failure(tmp_path, caplog):
-    """Every first start warned, and uploaded nothing for a minute."""
+    """Every first start warned, and then uploaded nothing for a minute."""
     storage = FaultyStorage()
     new = tmp_path / "new"
     with following(new, storage):
@@ -286,7 +288,9 @@ def test_a_run_directory_that_does_not_exist_yet_is_no_failure(tmp_path, caplog)
 
 @pytest.mark.parametrize("kind", ["silent", "absent"])
 def test_a_storage_that_stays_away_does_not_hold_up_the_end(kind, run_dir, monkeypatch):
-    """The launcher starts another process for a silent one: nothing else ends a library call."""
+    """The launcher starts a new process in place of a silent one, because nothing else ends a
+    library call.
+    """
     monkeypatch.setattr(process, "SAVE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(process, "LAST_RETRY_AFTER_S", (0.0, 0.0))
     faults = {6: "silent"} if kind == "silent" else dict.fromkeys(range(99), "refused")
@@ -337,7 +341,7 @@ def test_other_machines_wait_for_what_arrives_and_no_longer(
     monkeypatch,
     capsys,
 ):
-    """Nine times as long as they would wait for nothing; the clock is made up."""
+    """Waits nine times as long as without data; the clock is simulated."""
     words = ["hang_timeout_s=350", f"checkpoint.mirror={URL}", f"default_local_dir={run_dir}"]
     staging = run_dir / f"{layout.STAGING_PREFIX}global_step_4.1"
     now = [0.0]

@@ -64,7 +64,7 @@ def test_a_file_that_was_cut_is_sent_again_before_the_manifest(at, run_dir):
 
 
 def is_in(storage: FaultyStorage, step: int) -> bool:
-    """Return True if the mirror holds the whole checkpoint and no other file."""
+    """Return True if the mirror holds the complete checkpoint and no other file."""
     place = f"/bucket/run/global_step_{step}/"
     found = {
         name.removeprefix(place): data
@@ -88,7 +88,7 @@ def has_all_results(path: Path) -> bool:
 @pytest.mark.parametrize("kind", ["", "killed within", "killed after", "cut"])
 def test_results_of_a_checkpoint_that_is_already_up_are_restored(kind, run_dir, tmp_path):
     """A run that was rolled back and lost its machine trained the skipped batches after all. At
-    every operation, whoever takes the target of the rollback takes the rollback, too.
+    every operation, a restore of the rollback's target must also restore the rollback.
     """
     storage = mirrored(run_dir, 4, 6, 8)
     roll_back(run_dir, 6)
@@ -116,7 +116,9 @@ def test_results_of_a_checkpoint_that_is_already_up_are_restored(kind, run_dir, 
 
 
 def test_a_mirror_waits_for_the_end_of_a_rollback(run_dir, tmp_path, monkeypatch):
-    """It lost the checkpoint that the pointer still named, and kept older logs without a rollback."""
+    """The mirror lost the checkpoint that the pointer still named, and kept older logs without a
+    rollback.
+    """
     storage = mirrored(run_dir, 4, 6, 8)
     own = uploader(run_dir, storage)
     own.sync()
@@ -248,7 +250,7 @@ def test_two_processes_never_upload_one_run_at_once(run_dir):
 
     def put_file(lpath, rpath, **kwargs):
         if not refused:
-            with pytest.raises(StorageError, match="another process uploads") as error:
+            with pytest.raises(StorageError, match="another process is uploading") as error:
                 second.sync()
             refused.append(error)
         FaultyStorage.put_file(storage, lpath, rpath)

@@ -1,4 +1,4 @@
-"""Ranks are bound to the CPUs next to their GPUs where the machine has several NUMA nodes."""
+"""On a machine with several NUMA nodes, ranks are bound to the CPUs next to their GPUs."""
 
 import shutil
 

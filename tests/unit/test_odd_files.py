@@ -67,7 +67,7 @@ NAMES = (
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run with checkpoints of its own and one without a manifest, and with logs."""
+    """A run with checkpoints, one of them without a manifest, and with logs."""
     path = tmp_path / "run"
     path.mkdir()
     tracking = Tracking("project", "experiment", [], {}, run_dir=path)
@@ -107,7 +107,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "prune --keep 1": checkpoint.main,
     "": report.main,
 }
-"""{words before the run directory: command}."""
+"""{arguments before the run directory: command}."""
 PARTS: dict[str, Callable[[Path], object]] = {
     "the launcher": launch,
     "the choice of a checkpoint": choice.select,
@@ -115,7 +115,7 @@ PARTS: dict[str, Callable[[Path], object]] = {
     "the lock": lock,
     "tracking": open_tracking,
 }
-"""Of a start: they may raise what it exits with."""
+"""Errors of a start, which have documented exit codes."""
 
 
 PAIRS = [(name, kind) for name in NAMES for kind in KINDS]

@@ -36,8 +36,8 @@ WSD = [1.0] * 37 + [0.1 + 0.9 * share for share in (0.75, 0.5, 0.25)]
     [("cosine", COSINE), ("linear", LINEAR), ("constant", [1.0] * 8), ("wsd", WSD)],
 )
 def test_values_after_a_warm_up_of_two_steps(kind, after):
-    """The decay reaches `min_lr_ratio` where the next step would be, so no step is wasted on a
-    rate of zero.
+    """The decay would reach `min_lr_ratio` one step after the last, so no step is wasted on a rate
+    of zero.
     """
     total_steps = 2 + len(after)
     found = rates(kind, total_steps, warmup=2 / total_steps)
@@ -60,7 +60,7 @@ def test_every_step_learns_and_none_exceeds_the_peak(kind, total_steps, warmup, 
 
 
 class Model(nn.Module):
-    """Every kind of parameter that an optimizer treats in a way of its own."""
+    """Every kind of parameter that an optimizer treats differently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,9 +77,9 @@ class Model(nn.Module):
 
 
 MATRICES = {"proj.weight", "experts"}
-"""What Muon makes orthogonal; all else is AdamW's."""
+"""The parameters that Muon makes orthogonal. AdamW updates all others."""
 DECAYED = {*MATRICES, "embed.weight", "head.weight"}
-"""Not by the number of dimensions alone: norms over heads and biases of fused experts have two."""
+"""The number of dimensions is not enough: norms over heads and biases of fused experts have two."""
 GROUPS = [
     OptimGroup("embed", lr_scale=0.1, weight_decay=0.0),
     OptimGroup("norm", weight_decay=0.2),
@@ -92,7 +92,7 @@ GROUPED = {
     "proj.weight": (3.0, 0.3),
     "proj.bias": (3.0, 0.0),
 }
-"""The share of the learning rate and the weight decay that these groups give."""
+"""Return the factor of the learning rate and the weight decay in these groups."""
 
 
 def plain_steps(
@@ -103,7 +103,9 @@ def plain_steps(
     decay: float,
     is_matrix: bool,
 ) -> Tensor:
-    """A parameter after some steps, by torch's AdamW or by the definition of Muon, in float64."""
+    """Return a parameter after some steps with torch's AdamW, or with the definition of Muon in
+    float64.
+    """
     parameter = nn.Parameter(values.double())
     adamw = torch.optim.AdamW([parameter], betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
     momentum = torch.zeros_like(parameter)
@@ -127,7 +129,9 @@ def plain_steps(
 def test_every_parameter_has_its_own_rate_and_decay(
     kind, groups, state_dtype, is_chunked, tolerance
 ):
-    """Also if it is updated in chunks, as for moments in bfloat16. Gradients are clipped to half."""
+    """This holds even if it is updated in chunks, as for moments in bfloat16. Gradients are clipped
+    to half.
+    """
     torch.manual_seed(0)
     model = Model()
     config = optim_config(
@@ -183,7 +187,7 @@ def test_a_tied_weight_is_matched_by_either_of_its_names():
 
 
 MOMENTA = {"adamw": ("exp_avg", 0.1), "muon": ("momentum_buffer", 0.05)}
-"""The first moment, and the share of the first gradient that it holds after one step."""
+"""Return the first moment, and the share of the first gradient that it contains after one step."""
 
 
 def step(layer: nn.Linear, optimizer: clip.Optimizer, gradient: list[float], **how: Any) -> None:
@@ -200,7 +204,9 @@ def step(layer: nn.Linear, optimizer: clip.Optimizer, gradient: list[float], **h
 @pytest.mark.parametrize("gradient", [[3.0, 4.0], [0.0, 0.0]])
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_clipping_scales_down_only(kind, is_chunked, gradient, max_norm, scale):
-    """The first moment holds what the update saw. A gradient of zero is no reason to skip."""
+    """The first moment contains the gradient that the update received. A zero gradient is no reason
+    to skip.
+    """
     layer = nn.Linear(2, 1)
     moment, share = MOMENTA[kind]
     optimizer: Any = OPTIMIZERS[kind](layer, optim_config())
@@ -229,7 +235,7 @@ def test_a_step_left_out_changes_nothing(kind, gradient, state_dtype):
 
 
 def test_a_model_without_trained_matrices_takes_its_steps_with_adamw():
-    """This happens with `model.freeze` of all layers: embeddings, norms and the head are left."""
+    """This happens with `model.freeze` for all layers: only embeddings, norms and the head remain."""
     embeddings = nn.Embedding(5, 3)
     optimizer = OPTIMIZERS["muon"](embeddings, optim_config())
     before = embeddings.weight.detach().clone()

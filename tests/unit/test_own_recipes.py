@@ -1,4 +1,4 @@
-"""Recipes of users: files from anywhere, and the one that is meant where none is named."""
+"""Users' recipes: files from anywhere, and the default recipe if none is named."""
 
 import time
 from pathlib import Path

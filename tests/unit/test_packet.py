@@ -1,4 +1,4 @@
-"""The packet in which ranks tell each other values once per step."""
+"""The packet with which ranks exchange values once per step."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The launcher finds mistakes before it starts a rank: within seconds and without torch."""
+"""The launcher finds errors before it starts a rank, within seconds and without torch."""
 
 import json
 import os
@@ -22,7 +22,7 @@ MODEL = {"config.json": '{"model_type": "qwen2"}', "tokenizer.json": "{}", "mode
 
 
 def write_model(directory: Path, **changes: str | None) -> Path:
-    """Files named like a model's; `config_json=None` leaves that one out."""
+    """Files with the names of a model's files. `config_json=None` omits that file."""
     directory.mkdir(exist_ok=True)
     files = MODEL | {key.replace("_", "."): text for key, text in changes.items()}
     for name, text in files.items():
@@ -45,7 +45,7 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
     "model.partial_pretrain=half": (2, "b.safetensors"),
     "model.partial_pretrain=some/model": (
         2,
-        "run `hf download some/model` on a machine with a network",
+        "run `hf download some/model` on a machine with internet access",
     ),
     "--experiment=gsm8k": (2, "is not of the form key=value"),
     "learning_rate=1e-5": (2, "docs/coming_from.md"),

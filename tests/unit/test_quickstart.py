@@ -1,4 +1,6 @@
-"""The embedded quickstart: its samples run, its template renders tools, its files can be made again."""
+"""The embedded quickstart: its samples run, its template renders tools, and its files can be
+regenerated.
+"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Every recipe composes; the 7B coder recipe holds what its requirement says."""
+"""Every recipe composes, and the recipe for the 7B coder has the required values."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""The run of analysis 002: seven intervals, what moved along, in which order, why, and what to
-do about it.
+"""The run of analysis 002: seven intervals, the metrics that moved, their order, the causes, and
+the remedies.
 """
 
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_the_four_causes_why_it_passed_and_how_common_it_is():
         ("kl", "epsilon and epsilon_high at 0.1"),
         ("kl", "at kl > 10 or a clipped ratio > 0.3, save a snapshot and return to a checkpoint"),
         ("kl", "eval_steps=100 and save_steps=100"),
-        ("grad_high", "Set max_grad_norm to 1.0, or 0.5"),
+        ("grad_high", "Set max_grad_norm to 1.0, or to 0.5"),
         ("grad_high", "skip the optimizer step"),
         ("lr_too_high", "learning_rate from 5e-5 to 5e-6 and set warmup_ratio to 0.1"),
         ("lr_too_high", "lr_scheduler_type=cosine or linear"),

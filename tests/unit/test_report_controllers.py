@@ -1,5 +1,5 @@
-"""Runs of a controller by their CSV histories (requirement text S1): good ones are left alone,
-faults are found.
+"""Runs of a controller by their CSV histories (requirement text S1): good runs cause no finding,
+and faults are found.
 """
 
 from dataclasses import replace
@@ -55,9 +55,7 @@ def test_a_latency_above_its_budget_is_told_where_the_budget_is_given(tmp_path):
 
 
 def by_batch(log: RunLog, *, batches: int = 20) -> RunLog:
-    """Return the run with one row for each batch: the values of an epoch stay for all of its
-    batches.
-    """
+    """Return the run with one row per batch. All batches of an epoch have the epoch's values."""
     num_epochs = len(log.series["reward_mean"])
     steps = np.arange(1, num_epochs * batches + 1)
     series = {key: Series(steps, np.repeat(one.values, batches)) for key, one in log.series.items()}

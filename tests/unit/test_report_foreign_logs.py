@@ -1,5 +1,5 @@
-"""Faults and healthy runs as logs of other trainers show them: printed digits, other column names,
-small losses, long answers, steps that are logged in intervals.
+"""Faults and healthy runs in logs of other trainers: printed digits, other column names, small
+losses, long answers, steps logged in intervals.
 """
 
 import json
@@ -39,7 +39,7 @@ GROWTH = np.linspace(1, 1.8, len(ROWS))
 
 
 def normal(sigma: float, num_points: int, seed: int = 3) -> Any:
-    """Noise with standard deviation sigma: the same in each call, whichever tests ran before."""
+    """Noise with standard deviation sigma, equal in each call regardless of earlier tests."""
     return np.random.default_rng(seed).normal(0, sigma, num_points)
 
 
@@ -65,7 +65,7 @@ def first_points(log: RunLog, num_points: int) -> RunLog:
 
 
 def slow_stretch() -> RunLog:
-    """Steps logged every 10 steps: a slow stretch has a slow point every 10 steps."""
+    """With one row per 10 steps, a slow stretch has one slow point per 10 steps."""
     log = without(sft_run(0), "val/")
     every_tenth = log.series["train/time(s)"][9::10]
     factors = np.where((np.arange(200) >= 80) & (np.arange(200) < 110), 4, 1)
@@ -292,7 +292,7 @@ CASES: dict[str, tuple[RunLog, str, str]] = {
         replace(sft(LEAK), config={"model.partial_pretrain": "quickstart"}), "", "val_leak",
     ),
 }  # fmt: skip
-"""Log -> ids of findings that are in it, and of findings that are not."""
+"""Log -> ids of findings that it must have, and of findings that it must not have."""
 
 
 @pytest.mark.covers("S1.14 S1.15 S1.24 S1.34 S2.9 S2.44 S4.14")
@@ -498,7 +498,7 @@ def test_the_cause_comes_first_and_is_as_bad_as_its_effect(name):
 
 
 def test_the_steps_of_a_loss_spike_contain_the_step_that_its_title_names():
-    """The gradient leaves its usual range one step after the loss is highest."""
+    """The gradient leaves its usual range one step after the loss peaks."""
     rise = np.where(STEPS == 1000, 1.4, 1.0)
     burst = put("train/grad_norm", slice(1000, 1002), 30.0)
     found = told(analyse(sft(both(times("train/loss", rise), burst))))

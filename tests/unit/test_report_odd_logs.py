@@ -1,6 +1,4 @@
-"""No log may bring the analysis down: holes, single points, infinities, keys of every framework
-at once.
-"""
+"""No log can crash the analysis: gaps, single points, infinities, keys of every framework at once."""
 
 import math
 from dataclasses import replace
@@ -25,7 +23,7 @@ SOURCES = ("fsdp-sft", "ms-swift", "transformers", "verl", "csv", "jsonl")
 
 
 def odd_series(rng: np.random.Generator) -> Series:
-    """Up to 300 points of any kind; up to a fifth of them not numbers."""
+    """Up to 300 points of any kind, of which up to a fifth are not finite."""
     n = int(rng.choice([0, 1, 2, 3, 9, 30, 120, 300]))
     steps = np.cumsum(rng.integers(1, 5, n)).astype(np.int64)
     noise = rng.normal(0, 1, n)
@@ -91,7 +89,7 @@ def test_facts_that_are_no_numbers_are_left_out(facts):
 
 @pytest.mark.parametrize("seed", [0, 5, 8])
 def test_a_long_log_of_noise_alone_is_judged(seed):
-    """Its rises end before the onset that was looked for."""
+    """The rises of this log end before the onset that was searched for."""
     num_steps = 40_000
     losses = Series(
         np.arange(1, num_steps + 1), abs(np.random.default_rng(seed).normal(2, 1, num_steps))

@@ -1,5 +1,5 @@
-"""The step at which a fault began, what to go back to, and what a log alone in its directory does
-not prove.
+"""The step at which a fault began, the checkpoint to return to, and the limits of a log without its
+run directory.
 """
 
 import json
@@ -36,7 +36,9 @@ def test_a_slow_divergence_is_answered_with_a_checkpoint_from_before_it(onset, s
     "saved", [[], [150, 200], [50, 200]], ids=["none", "the last two", "the best and the last"]
 )
 def test_checkpoints_that_are_not_next_to_a_log_are_not_missed(tmp_path, saved):
-    """A log alone in a copied `checkpoint-200`, and checkpoints that a limit may have removed."""
+    """A log in a copied `checkpoint-200` without the run, and checkpoints that a limit may have
+    removed.
+    """
     run_dir = tmp_path / ("run" if saved else "checkpoint-200")
     for directory in (run_dir, *(run_dir / f"checkpoint-{step}" for step in saved)):
         directory.mkdir()

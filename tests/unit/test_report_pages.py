@@ -1,4 +1,6 @@
-"""Page, text and JSON of a report: the same numbers, nothing from outside, no name can break them."""
+"""Page, text and JSON of a report have equal numbers, contain nothing external, and withstand any
+name.
+"""
 
 import base64
 import json
@@ -76,7 +78,7 @@ def text_of(run: Run, *, width: int = 120) -> str:
 
 
 FIXED = {"verdict", "level", "status", "phase"}
-"""Fields whose values are ours."""
+"""Fields whose values come from this trainer."""
 
 
 def hostile(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Readers of training logs: the same curves in every format; names, units and facts of each."""
+"""Readers of training logs: equal curves in every format, and the names, units and facts of each
+format.
+"""
 
 import json
 import sys
@@ -163,7 +165,7 @@ def test_our_event_files_read_like_metrics_jsonl_over_a_restart(tmp_path, monkey
     [
         ("missing", None, "No such file"),
         ("story.txt", "once upon a time\n", "no metrics"),
-        ("table.csv", "a,b\n1,2\n", "no column step or epoch, only a, b"),
+        ("table.csv", "a,b\n1,2\n", "no column 'step' or 'epoch', only a, b"),
         ("other.json", "[1, 2]", "no metrics"),
         ("metrics.jsonl", "", "no metrics"),
         ("", None, "no log"),

@@ -1,4 +1,6 @@
-"""Damaged logs: cut, with flipped bytes or rubbish in them. Readers read what is left or refuse."""
+"""Damaged logs: truncated, with flipped bytes, or with garbage in them. Readers read the rest or
+refuse the log.
+"""
 
 import json
 import os
@@ -17,13 +19,13 @@ LINE_FORMATS = [name for name in WRITERS if name not in ("transformers", "tensor
 
 
 def written(directory: Path, name: str) -> tuple[Path, Path]:
-    """Return the path to read and the file of it to damage, of a short run."""
+    """Return the path of a short run to read, and the file of it to damage."""
     target = WRITERS[name](directory, make_curves(num_steps=60))
     return target, target if target.is_file() else next(target.iterdir())
 
 
 def read_or_refuse(path: Path, damage: str) -> None:
-    """Read the log and check its promises, or see it refused."""
+    """Read the log and check the reader's promises, unless it refuses the log."""
     try:
         log = read_run(path)
     except UnreadableLogError as error:

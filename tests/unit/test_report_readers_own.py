@@ -141,7 +141,9 @@ def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_caus
 
 
 def test_results_of_checkpoints_that_a_rollback_discarded_do_not_count(tmp_path):
-    """A step saved again has another nonce. Rotation removed step 5, whose results count."""
+    """A step that was saved again has a different nonce. Rotation removed step 5, whose results
+    still count.
+    """
     write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 41), 1, 1.0))
     save(tmp_path, 10, 20, 30)
     entry = Rollback(36, 40, 20, 28, 48, "a rule", discarded=["old30", "old40"])

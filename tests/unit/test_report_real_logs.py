@@ -1,5 +1,5 @@
-"""Logs that TRL and transformers really wrote (tests/real_logs): a raised rate is found, health
-is left alone.
+"""Real logs of TRL and transformers (tests/real_logs): a raised rate is found, and healthy runs
+cause no finding.
 """
 
 from functools import cache

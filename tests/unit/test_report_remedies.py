@@ -16,12 +16,12 @@ from trainer.train.start.compose import load_config
 KEY = re.compile(r"\b(?:data|model|optim|trainer)\.[a-z_]\w*(?:\.\w+)*")
 OVERRIDE = re.compile(rf"({KEY.pattern})(?:=| to )([\d.e-]*\d|true|cosine|rollback)\b")
 BARE = re.compile(r"(?<![.\w])\w+=")
-"""An option without a section: ours all have one."""
+"""An option without a section. Our options all have one."""
 
 
 @cache
 def remedies() -> tuple[str, ...]:
-    """Every piece of advice, told of a run of our own."""
+    """Every piece of advice, as shown for a run of this trainer."""
     texts: list[str] = []
     for config in ({}, OUR_CONFIG):
         run = AnalysedRun(replace(healthy("grpo"), source="fsdp-sft", config=config), "grpo")

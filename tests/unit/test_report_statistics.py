@@ -1,4 +1,4 @@
-"""The statistics and shapes below the checks, the schedules, and the file of limits."""
+"""The statistics and shapes that the checks use, the schedules, and the tables of limits."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_bursts_do_not_hide_behind_each_other_and_batches_of_two_kinds_are_usual
 @pytest.mark.parametrize("num_points", [60, 2000, 1_000_000])
 @pytest.mark.parametrize("begins", [0.3, 0.9])
 def test_a_level_that_shifts_and_a_band_that_is_left_have_their_onset(num_points, begins):
-    """In a million points without a window for each."""
+    """A million points are handled without a window for each point."""
     values = np.random.default_rng(4).normal(1.0, 0.05, num_points)
     at = int(begins * num_points)
     values[at:] -= 0.5

@@ -1,7 +1,7 @@
-"""Faults put into logs of many trainers are found, from the step on where they were put; healthy
-logs are left alone.
+"""Faults injected into logs of many trainers are found, from the right step on; healthy logs cause
+no finding.
 
-A sample: `python benchmarks/report_faults.py` measures the rates.
+This is a sample: `python benchmarks/report_faults.py` measures the rates.
 """
 
 from report_families import FAMILIES
@@ -9,7 +9,7 @@ from report_trials import Outcome, faults_of, trial
 
 SEED = 3
 EVERY = 2
-"""Of the pairs of family and fault one in so many."""
+"""One in this number of pairs of family and fault is tested."""
 SLOW_TO_WRITE = ("axolotl tensorboard",)
 KNOWN_MISSES = 2
 

@@ -1,5 +1,5 @@
-"""How long a run was to be, and whether it came to its end: from the files that a run leaves,
-however it ended.
+"""The planned length of a run, and whether it was completed, from the files of runs that ended in
+various ways.
 """
 
 import json
@@ -19,7 +19,7 @@ NUM_STEPS = 186
 
 
 def train(run_dir: Path, steps: range, *, total_steps: int | None = NUM_STEPS) -> Tracking:
-    """A healthy attempt that logs `steps` and is not closed: as a kill leaves it."""
+    """A healthy attempt that logs `steps` and is never closed, as after a kill."""
     losses = (
         1.0
         + 1.2 * np.exp(-np.arange(NUM_STEPS) / 30)

@@ -118,7 +118,7 @@ def test_each_line_of_the_checklists_can_fail(id_):
 
 
 def test_a_checkpoint_that_was_saved_and_pruned_is_not_missed():
-    """Nor are those that a run had before it went on from its mirror on another machine."""
+    """Nor do checkpoints that a run had before it continued from its mirror on another machine."""
     log = replace(sft_run(2), checkpoints=checkpoints([1600, 1800, 1900, 2000]))
     assert line(analyse(log), "all_checkpoints").status == "fail"
     saved = [
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_was_saved_and_pruned_is_not_missed():
 
 @pytest.mark.covers("S3.40 S3.41 S3.56")
 def test_the_losses_of_a_model_trained_from_random_weights_have_no_usual_range():
-    """The losses are those of the quickstart's end: training 0.14, validation 0.09. For a
+    """The losses are from the end of the quickstart: training 0.14, validation 0.09. For a
     pretrained model, 0.5 to 1.5 is usual.
     """
     steps = np.arange(1, 2001)
@@ -200,7 +200,7 @@ def test_every_metric_in_its_usual_range_is_not_said_beside_a_note():
 
 
 def test_the_guard_is_told_to_have_rolled_back_so_many_times():
-    """A step with two warnings is one step."""
+    """A step with two warnings counts as one step."""
 
     def title(kind: str, *steps: int) -> str:
         events = tuple(LogEvent(step, kind, "rule", "warn") for step in steps)
@@ -209,7 +209,7 @@ def test_the_guard_is_told_to_have_rolled_back_so_many_times():
     id_of = {"rollback": "rollback", "guard/severe": "severe"}
     assert "rolled the run back 1 time, the last at step 49." in title("rollback", 49)
     assert "rolled the run back 3 times, the last at step 48." in title("rollback", 30, 48, 48)
-    assert "warned of 2 steps, the last at step 48." in title("guard/severe", 30, 48, 48)
+    assert "warned about 2 steps, the last at step 48." in title("guard/severe", 30, 48, 48)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -218,7 +218,7 @@ def test_the_guard_is_told_to_have_rolled_back_so_many_times():
 def test_the_data_loader_is_blamed_for_slow_steps_only_where_loading_took_longer(
     rule, num_slow, phase, lag
 ):
-    """The row of a step may hold the phases of the step before."""
+    """The row of a step may hold the phases of the previous step."""
     slow = slice(1210, 1210 + num_slow)
     log = put("train/time(s)", slow, 22.5)(sft_run(0))
     if phase:

@@ -1,5 +1,5 @@
-"""Moments and parameters in bfloat16: rounding that is right on average, and the same however a
-tensor is sharded.
+"""Moments and parameters in bfloat16: rounding is unbiased, and does not depend on the sharding of
+a tensor.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from trainer.optim import OPTIMIZERS, rounding
 from trainer.runtime import seeding
 
 UNIT = 2.0**-7
-"""Between two numbers of bfloat16 from 1 to 2."""
+"""Values between two bfloat16 numbers, from 1 to 2."""
 KINDS = {
     "states": {"state_dtype": "bfloat16"},
     "master and states": {"state_dtype": "bfloat16", "master_dtype": "bfloat16"},
@@ -29,8 +29,8 @@ KINDS = {
 @pytest.mark.parametrize("share", [0.0, 1 / 64, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_rounding_is_right_on_average_over_keys_and_over_elements(share, sign):
-    """Rounded up `share` of the time: within five standard deviations of the mean of so many
-    draws.
+    """A value is rounded up with probability `share`, within five standard deviations for this
+    number of draws.
     """
     value = sign * (1 + share * UNIT)
     num_keys = 400
@@ -46,9 +46,7 @@ def test_rounding_is_right_on_average_over_keys_and_over_elements(share, sign):
 
 
 def test_draws_do_not_hang_together():
-    """Between neighbours, between steps, between far elements: no correlation beyond that of
-    chance.
-    """
+    """Neighbours, steps and distant elements have no correlation beyond chance."""
     values = torch.full((2**16,), 1 + UNIT / 2)
     here, next_step, next_seed = (
         (rounding.rounded(values, seeding.key("rounding", seed, step), 0) > 1).double() - 0.5
@@ -78,7 +76,7 @@ def test_no_bits_of_a_nan_become_a_number():
 
 
 def updated(world: Any, changes: dict[str, str], num_steps: int = 5) -> dict[str, Tensor]:
-    """Parameters and moments, whole, after updates with gradients that depend on nothing else."""
+    """Return whole parameters and moments after updates with gradients that depend on nothing else."""
     torch.manual_seed(0)
     changes = dict(changes)
     master: torch.dtype = getattr(torch, changes.pop("master_dtype", "float32"))
@@ -103,7 +101,7 @@ def updated(world: Any, changes: dict[str, str], num_steps: int = 5) -> dict[str
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_is_bit_equal_on_any_number_of_ranks(kind, monkeypatch):
-    """Rows that do not divide, ranks that hold nothing, HSDP; the third step is left out."""
+    """Uneven rows, ranks without rows, and HSDP; the third step is skipped."""
     expected = run_ranks(updated, 1, KINDS[kind])[0]
     dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in expected.items()}
     assert dtypes["0.weight"] == KINDS[kind].get("master_dtype", "float32")

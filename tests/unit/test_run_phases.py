@@ -1,5 +1,5 @@
-"""Before the first step too a rank may be silent only so long: what it does then, and for how
-long it may.
+"""A rank may be silent only for a limited time, even before the first step: the phases of a start,
+and their limits.
 """
 
 import logging
@@ -63,8 +63,8 @@ def test_a_rank_is_watched_while_it_imports_torch(status, rank_runs):
 def test_a_rank_that_lost_another_says_so_first(
     is_signalled, status, rank_runs, monkeypatch, caplog
 ):
-    """torchrun stops the others with SIGTERM: that nobody asked for a stop, and it is not what
-    went wrong.
+    """torchrun stops the other ranks with SIGTERM. No user requested this stop, and it is not the
+    cause.
     """
 
     def lose_a_rank(config: Any, stop: StopRequest, heartbeat: Heartbeat) -> int:
@@ -92,8 +92,8 @@ def test_a_rank_that_lost_another_says_so_first(
 def test_who_lost_another_machine_can_continue_with_the_same_command(
     reason, num_ranks, code, monkeypatch
 ):
-    """Two ranks of `num_ranks` are here, and both are well: what broke is elsewhere, or the
-    program is wrong.
+    """Two of `num_ranks` ranks are on this machine, and both are healthy: the fault is elsewhere,
+    or the program is wrong.
     """
     for name, value in {"RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,6 @@
-"""run_sft.sh and run_tests.sh: which interpreter they take, and what they install when."""
+"""run_sft.sh and run_tests.sh: the interpreter that they choose, and the packages that they
+install.
+"""
 
 import os
 import shutil
@@ -17,13 +19,13 @@ case "$*" in
     "-m pip"*) [ ! -e {directory}/offline ] ;;
 esac
 """
-"""Stands for every interpreter: it notes its calls and makes virtual environments."""
+"""Replaces every interpreter: it records its calls and creates virtual environments."""
 LAUNCH = "-m trainer.launch 2 optim.lr=1"
 
 
 class Checkout:
-    """A copy of the scripts, with a false `python3` first on the path. A test tells it about the
-    machine by files: complete, offline.
+    """A copy of the scripts, with a fake `python3` first in the path. Files tell it about the
+    machine: complete, offline.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -40,8 +42,8 @@ class Checkout:
         (directory / "elsewhere").mkdir()
 
     def run(self, **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        """The result, and the interpreter calls as `environment arguments`, without the question
-        for requirements.
+        """Return the result, and the interpreter calls as `environment arguments`, without the
+        check of requirements.
         """
         (log := self.directory / "calls").write_text("")
         path = f"{self.directory}/system/bin:/usr/bin:/bin"
@@ -98,7 +100,7 @@ def test_an_environment_of_someone_else_is_never_changed_and_used_if_it_is_compl
 
 
 def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path):
-    """Neither in the caller's directory nor first in PYTHONPATH."""
+    """It is neither in the caller's directory nor first in PYTHONPATH."""
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit(99)")
     result = subprocess.run(

@@ -1,4 +1,6 @@
-"""The digest of weights by samples: what it tells apart, and that it reads little."""
+"""The digest of weights from samples: the changes that it detects, and the small amount that it
+reads.
+"""
 
 import os
 from pathlib import Path

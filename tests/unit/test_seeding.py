@@ -1,4 +1,4 @@
-"""Seeds of a step, and the states of the generators of the run's own device."""
+"""The seeds of a step, and the states of the generators on the run's own device."""
 
 import random
 
@@ -27,7 +27,7 @@ def test_a_loaded_state_draws_what_came_after_it_was_saved():
 
 
 def test_each_step_and_rank_seeds_every_generator_with_a_number_that_no_version_changes():
-    """Runs that an earlier version began continue with the same numbers."""
+    """Runs that an earlier version started continue with equal numbers."""
 
     def drawn() -> list[float]:
         return [torch.rand(()).item(), float(np.random.rand()), random.random()]

@@ -1,4 +1,4 @@
-"""Stop signals and exit codes of one rank, each in a process of its own."""
+"""Stop signals and exit codes of one rank, each in a separate process."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, 
 from trainer.runtime.processes import is_alive
 from trainer.runtime.status import VARIABLE, Status, new_status
 
-STOPPED = "stopped by {}; the same command continues from the last checkpoint\n"
+STOPPED = "stopped by {}; run the same command to continue from the last checkpoint\n"
 PRELUDE = """
 import os, signal, time
 from trainer.runtime import signals
@@ -92,7 +92,7 @@ def test_a_rank_that_is_ended_after_another_failed_says_nothing_of_its_own(statu
 
 
 def test_another_signal_with_a_handler_asks_for_nothing():
-    """torch handles SIGCHLD, by which it hears of loader workers."""
+    """torch handles SIGCHLD to learn that loader workers have ended."""
     program = """
 signal.signal(signal.SIGCHLD, lambda *_: None)
 if os.fork() == 0:

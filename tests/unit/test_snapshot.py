@@ -1,5 +1,5 @@
-"""The copy that a background save writes: exact, in one block of its size, waited for on its
-device.
+"""The copy that a background save writes: exact, in one block of the same size, with waits on its
+own device.
 """
 
 import mmap
@@ -25,9 +25,7 @@ CARD = torch.device("cuda", 3)
 
 
 class FakeCuda:
-    """torch.cuda as far as a copy needs it; each thread begins on device 0, as CUDA's threads
-    do.
-    """
+    """The part of torch.cuda that a copy needs. Each thread begins on device 0, like CUDA threads."""
 
     def __init__(self, monkeypatch) -> None:
         self._current = threading.local()
@@ -107,8 +105,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def test_a_thread_waits_for_the_copy_on_the_device_of_the_state(cuda):
-    """On device 0, where a thread begins, waiting would open a context of half a GiB for each
-    of the other ranks.
+    """On device 0, where a thread begins, waiting would create a context of half a GiB for each of
+    the other ranks.
     """
     buffers = HostBuffers(CARD)
     buffers.copy(state())
@@ -150,8 +148,8 @@ def test_one_block_of_the_size_of_the_state_is_page_locked_once(cuda):
 
 
 def test_a_forked_process_does_not_hold_the_copy():
-    """A page that parent and child share is copied when it is written; the device would go on
-    writing the old one.
+    """A page that parent and child share is copied when it is written, but the device would
+    continue to write the old page.
     """
 
     def is_mapped() -> bool:

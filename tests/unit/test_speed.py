@@ -1,6 +1,4 @@
-"""How fast training goes, and against what: speeds, operations that a step needs, the device's
-peak.
-"""
+"""Training speed and its references: speeds, the operations of a step, and the device's peak."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,8 +35,8 @@ def test_the_peak_of_a_device_is_its_own_and_that_of_an_unknown_one_is_not_guess
 def counted_flops(
     world: World, source: Any, **changes: Any
 ) -> tuple[list[float], list[float], float]:
-    """(operations that torch counts, those expected) with every, every second and no token
-    supervised; c.
+    """Return (operations that torch counts, expected operations) with every, every second and no
+    token supervised, and c.
     """
     model = build_toy_model(world, source, **changes)
     cost = flops.step_flops(model)
@@ -66,8 +64,8 @@ LENGTHS = (1, 4, 9, 30)
 
 
 def windows_seen(world: World, source: Any) -> tuple[list[int | None], float, dict[int, float]]:
-    """(window that attention is given in each layer, operations of `LENGTHS`, costs of windows
-    for dealing samples).
+    """Return (attention window of each layer, operations of `LENGTHS`, window costs for
+    distributing samples).
     """
     seen: list[int | None] = []
     attend = attention.packed_attention
@@ -86,8 +84,8 @@ def windows_seen(world: World, source: Any) -> tuple[list[int | None], float, di
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_attention_costs_the_pairs_of_tokens_within_its_window(tmp_path, name):
-    """Counted one by one: twice those that causality leaves, but for the diagonal, as n**2 is
-    for whole documents.
+    """Count pairs one by one: twice the causal pairs except for the diagonal, in the same way as
+    n**2 for whole documents.
     """
     source = write_model_config(tmp_path, name, **WINDOWED[name])
     seen, attention_flops, window_costs = run_ranks(windows_seen, 1, source)[0]
@@ -104,8 +102,8 @@ def test_attention_costs_the_pairs_of_tokens_within_its_window(tmp_path, name):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_head_costs_what_is_supervised_and_an_embedding_nothing(tmp_path, is_tied):
-    """Counted by torch. The head for every token made MFU of a 7B model 4 % too high where half
-    is supervised.
+    """Counted by torch. Counting the head for every token made the MFU of a 7B model 4 % too high
+    if half of the tokens are supervised.
     """
     source = write_model_config(tmp_path, tie_word_embeddings=is_tied)
     found, expected, quadratic_cost = run_ranks(counted_flops, 1, source)[0]

@@ -1,4 +1,4 @@
-"""The tables of docs/models.md show every family and checkpoint as their results say."""
+"""The tables of docs/models.md match the results of every family and checkpoint."""
 
 from importlib.metadata import version
 

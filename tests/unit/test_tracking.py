@@ -1,6 +1,4 @@
-"""The facade: what the files of a run hold over restarts and rollbacks, and that no backend can
-stop or delay a run.
-"""
+"""The facade: the files of a run across restarts and rollbacks. No backend can stop or delay a run."""
 
 import json
 import math
@@ -240,8 +238,8 @@ def test_a_row_that_a_failed_attempt_did_not_reach_is_sent_by_the_next(tmp_path,
 
 @pytest.mark.parametrize("call", ["open", "log", "close"])
 def test_a_backend_that_raises_is_dropped_with_one_warning(tmp_path, monkeypatch, caplog, call):
-    """The warning promises neither rows on disk, which may be full too, nor training after the
-    end.
+    """The warning promises neither rows on disk, which may be full too, nor training after the end
+    of a run.
     """
     broken = install(monkeypatch, "broken", is_inline=True)
     getattr(broken, call).side_effect = RuntimeError("boom\nbecause")
@@ -280,7 +278,7 @@ def test_backends_that_hang_delay_neither_steps_nor_the_end(tmp_path, monkeypatc
 
 
 def test_the_advice_names_the_packages_of_the_extra(repository):
-    """A name on an index that nobody registered could be anyone's."""
+    """An unregistered name on a package index could belong to anyone."""
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for name in ("tensorboard", "mlflow", "trackio"):

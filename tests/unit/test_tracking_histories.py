@@ -1,4 +1,4 @@
-"""The CSV histories: one row per epoch, the same after kills and rollbacks as without."""
+"""The CSV histories: one row per epoch, equal with and without kills and rollbacks."""
 
 import csv
 import random

@@ -32,7 +32,7 @@ Series = dict[str, list[tuple[int, float]]]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KILLS = ((1, 6), (5, 9), (7, 11))
-"""First and last step of the attempts that are killed; the last one continues from step 6."""
+"""First and last step of the killed attempts. The last attempt continues from step 6."""
 CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["wandb"]}}
 
 
@@ -108,7 +108,7 @@ def trackio(run_dir: Path) -> Series:
 
 
 def forget_trackio_runs() -> None:
-    """Remove the project's runs from the database, as on a machine that never had them."""
+    """Remove the project's runs from the database, as on a new machine."""
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
     for run in storage.get_run_records("project"):
         storage.delete_run("project", run["name"], run["id"])
@@ -180,8 +180,8 @@ def test_kills_leave_one_continuous_run(tmp_path, backend):
 
 @by_tracker
 def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path, backend):
-    """Trackers that cannot take back show steps 5 to 8 as they were, then as they became; all
-    continue to the end.
+    """Trackers that cannot remove points show both versions of steps 5 to 8. All trackers continue
+    to the end.
     """
     rolled = track(tmp_path, backend)
     log_steps(rolled, range(1, 5))
@@ -204,7 +204,7 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path, backend):
 
 @by_tracker
 def test_a_run_restored_without_a_trackers_files_sends_every_step_again(tmp_path, backend, caplog):
-    """A mirror restores `run.json` and `metrics.jsonl`, and no file of a tracker."""
+    """A mirror restores `run.json` and `metrics.jsonl`, but no file of a tracker."""
     first = track(tmp_path / "run", backend)
     log_steps(first, range(1, 7))
     first.finish(75)
@@ -221,7 +221,7 @@ def test_a_run_restored_without_a_trackers_files_sends_every_step_again(tmp_path
     if backend in ("wandb", "trackio"):
         ids = [run_file(path)["run_ids"][backend] for path in (tmp_path / "run", run_dir)]
         assert ids[0] == ids[1]
-        assert "this attempt sends every earlier step again" in caplog.text
+        assert "this attempt resends every earlier step" in caplog.text
 
 
 @pytest.mark.covers("S1.9 S3.14")
@@ -308,7 +308,7 @@ assert is_telemetry_disabled() and get_telemetry_client() is None
 
 def test_mlflow_reports_nothing_about_its_users(tmp_path):
     """The environment lacks the variables by which MLflow recognises tests and CI, where it never
-    reports.
+    sends usage data.
     """
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     program = [sys.executable, "-c", MLFLOW_RUN, str(tmp_path / "run")]
@@ -317,8 +317,8 @@ def test_mlflow_reports_nothing_about_its_users(tmp_path):
 
 
 def test_the_hub_reports_nothing_about_users_of_trackio(tmp_path, monkeypatch):
-    """Also where the Hub's library was imported before, as by transformers: it reads the
-    environment only then.
+    """This holds even if the Hub's library was imported before, as by transformers, because it
+    reads the environment only then.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import _telemetry, send_telemetry

@@ -1,4 +1,4 @@
-"""wandb online, with a library that keeps what a server would: the rows it received."""
+"""wandb online, with a library that keeps the rows that a server would receive."""
 
 import logging
 import sys
@@ -13,8 +13,8 @@ from trainer.tracking import Tracking, wandb_backend
 
 
 class Server:
-    """Drops a row whose step is not beyond the last, as the real one does. It is also the run that
-    the library returns.
+    """Drops a row whose step is not after the last one, like the real library. It also acts as the
+    run that the library returns.
     """
 
     offline = disabled = False

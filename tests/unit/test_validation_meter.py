@@ -1,4 +1,4 @@
-"""The sums of a validation: token-weighted, over documents, whatever the packing."""
+"""The sums of a validation: token-weighted, over documents, with any packing."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ SEED = 11
 
 
 def loss_of(batch: Any) -> torch.Tensor:
-    """A loss for every supervised position that depends on its token and document alone."""
+    """A loss for every supervised position that depends only on its token and document."""
     documents = torch.bucketize(
         batch.supervised_S + batch.start, batch.cu_seqlens_D1[1:].long(), right=True
     )

@@ -1,4 +1,4 @@
-"""The watchdog polled by hand: which silence is a hang, what is reported, and that ranks die."""
+"""The watchdog, polled by hand: which silence is a hang, what is reported, and that ranks die."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ SLEEPS = (
 @dataclass
 class Bench:
     """A watchdog over two ranks and an agent that only sleep. The test writes their heartbeats and
-    moves the launcher's clock.
+    controls the launcher's clock.
     """
 
     status: Status
@@ -80,7 +80,7 @@ def test_silence_is_counted_from_the_last_change(bench):
 
 
 def test_the_time_a_suspended_launcher_missed_is_not_silence(bench):
-    """After a machine was frozen, the ranks had no chance to beat, and have one now."""
+    """After a suspended machine resumes, the ranks had no chance to beat, and get one now."""
     assert bench.hangs_after(1, 3600) == [False, False]
     bench.beat(2)
     assert bench.hangs_after(1, 4) == [False, False]
@@ -96,7 +96,7 @@ def never_answer(run_dir: Path, files: dict[str, str]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("write", "why"), [(fail_to_write, "No space left"), (never_answer, "no answer within 0.2 s")]
+    ("write", "why"), [(fail_to_write, "No space left"), (never_answer, "no response within 0.2 s")]
 )
 def test_stacks_that_cannot_be_kept_are_printed_and_the_ranks_still_die(
     write, why, bench, monkeypatch, capsys
@@ -112,7 +112,7 @@ def test_stacks_that_cannot_be_kept_are_printed_and_the_ranks_still_die(
 
 
 def test_ranks_with_peers_on_other_machines_live_until_those_are_found_silent_too(bench):
-    """Otherwise the peers would see a broken connection and leave, without a trace of the hang."""
+    """Otherwise the peers would see a broken connection and exit without a trace of the hang."""
     bench.dog.has_peers = True
     bench.hangs_after(4, 4, 4, 4)
     bench.dog.end_run(bench.agent)

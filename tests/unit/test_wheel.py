@@ -1,4 +1,4 @@
-"""An installed package has all that a checkout has."""
+"""An installed package contains everything that a checkout contains."""
 
 import os
 import shutil
@@ -91,7 +91,7 @@ trainer: {{total_training_steps: 1, default_local_dir: {cwd}/runs}}
 
 
 def test_an_installed_package_trains_the_recipe_of_the_working_directory(site, cwd):
-    """From a file that nobody has to name."""
+    """The settings come from a file that users need not name."""
     (cwd / "sft.local.yaml").write_text(RECIPE.format(cwd=cwd))
     done = call(TRIES, cwd=cwd, path=[site])
     assert done.returncode == 0, done.stdout + done.stderr

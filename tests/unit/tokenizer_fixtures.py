@@ -107,8 +107,9 @@ ADDED_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 @cache
 def trained_bpe() -> str:
-    """Return a byte-level BPE that knows the special tokens of all families above, as JSON. It cuts
-    spaces off the offsets, as Llama 3 and GPT-2 do.
+    """Return a byte-level BPE that knows the special tokens of all families above, as JSON.
+
+    It excludes spaces from the offsets, like Llama 3 and GPT-2.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -132,7 +133,7 @@ def trained_bpe() -> str:
 def make_tokenizer(
     chat_template: str | None = CHATML, *, eos_token: str = "<|im_end|>"
 ) -> PreTrainedTokenizerFast:
-    """Return a small tokenizer of its own."""
+    """Return a separate small tokenizer."""
     backend = Tokenizer.from_str(trained_bpe())
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token=eos_token, pad_token="<|endoftext|>"

@@ -15,7 +15,7 @@ LAST = 4
 
 
 def files_of(run_dir: Path) -> list[Path]:
-    """In the order of their start."""
+    """In order of their start."""
     return sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"))
 
 

@@ -1,4 +1,4 @@
-"""The base weights that adapters are trained on.
+"""The base weights under the adapters.
 
 An adapter checkpoint does not contain the base weights, but it records their SHA-256. A merged
 export reads the base weights again to combine them with the adapters into one model.
@@ -33,9 +33,9 @@ from trainer.runtime.environment import local_rank, ranks_on_machine
 class Adapter:
     """A model's adapters.
 
-    settings: the contents of `adapter_config.json`; base: the directory of the base model;
-    whole: the whole base model on the meta device, if it has several components and only its
-    language model is adapted.
+    settings: the contents of `adapter_config.json`; base: the directory of the base model; whole:
+    the entire base model on the meta device, if it has several components and only its language
+    model is adapted.
     """
 
     settings: Mapping[str, Any]
@@ -105,7 +105,7 @@ def _hashes(directory: Path, *, share: Share) -> dict[str, str]:
         # Files in the Hub's cache are symbolic links.
         return {file.name: fsio.sha256_of(file.resolve()) for file in files}
     except OSError as error:
-        raise ConfigError(f"'{directory}': weights cannot be read: {error}") from error
+        raise ConfigError(f"cannot read the weights in '{directory}': {error}") from error
 
 
 def base_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -127,8 +127,8 @@ class Change:
     """A change that training made to a weight of the base model.
 
     trained: the `lora_A` parameter of its adapter, or the parameter with its new values; scaling:
-    the factor of the adapter's product; is_transposed: the rows of the weight are inputs, but those
-    of the adapter's product are outputs.
+    the factor of the adapter's product; is_transposed: True if the rows of the weight are inputs;
+    the rows of the adapter's product are always outputs.
     """
 
     trained: str

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run continues from, by file names and sizes. Imports no torch."""
+"""Chooses the checkpoint from which a run resumes, by file names and sizes. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +11,15 @@ from trainer.runtime.environment import call
 
 
 class NoUsableCheckpointError(ConfigError):
-    """The run has checkpoints, but none that it can continue from. Exit code 2.
+    """The run has checkpoints, but it cannot resume from any of them. Exit code 2.
 
-    The run never starts again at step 0 instead.
+    The run never falls back to step 0.
     """
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The checkpoint to continue from, and older ones.
+    """The checkpoint to resume from, and older ones as fallbacks.
 
     `candidates`: checkpoints in the order in which they are tried, until one is undamaged. `notes`:
     warnings about the choice and about skipped checkpoints.
@@ -34,12 +34,12 @@ class Selection:
 
 
 def select(run_dir: Path) -> Selection:
-    """Choose the checkpoint that an interrupted run continues from; none in a new run directory.
+    """Choose the checkpoint from which an interrupted run resumes; none in a new run directory.
 
-    The pointer decides, with one exception: a newer committed checkpoint that the pointer has never
-    named is preferred, because the run died between commit and publish. If the pointer has named a
-    newer checkpoint before, someone moved the pointer back. Raises `NoUsableCheckpointError` if the
-    directory has checkpoints or a pointer, but no usable checkpoint.
+    The pointer decides, with one exception: a newer committed checkpoint that the pointer never
+    named takes precedence, because the run died between commit and publish. If the pointer once
+    named a newer checkpoint, someone has moved the pointer back. Raises `NoUsableCheckpointError`
+    if the directory has checkpoints or a pointer, but no usable checkpoint.
     """
     found = layout.checkpoints(run_dir)
     pointer = layout.read_pointer(run_dir)
@@ -53,14 +53,18 @@ def select(run_dir: Path) -> Selection:
 
 
 def _choose(usable: list[CheckpointInfo], pointer: Pointer) -> tuple[CheckpointInfo, list[str]]:
-    """Choose from `usable` (newest first). A note explains any choice but the pointed newest."""
+    """Choose from `usable` (newest first). A note explains the choice unless it is both the newest
+    and the one that the pointer names.
+    """
     newest = usable[0]
     pointed = next((info for info in usable if info.step == pointer.step), None)
     if pointed is None:
         problem = "is missing"
         if pointer.raw is not None:
             problem = f"names no usable checkpoint ({pointer.raw!r})"
-        return newest, [f"{POINTER} {problem}; continuing from the newest, {newest.path.name}"]
+        return newest, [
+            f"{POINTER} {problem}; continuing from the newest checkpoint, {newest.path.name}"
+        ]
     unpublished = [info for info in usable if not info.published and info.step > pointed.step]
     if unpublished:
         first = unpublished[0]
@@ -78,16 +82,16 @@ def _require_new(run_dir: Path, found: list[Checkpoint], pointer: Pointer) -> No
     if not found and not aside and pointer.raw is None:
         return
     reasons = [f"{info.path.name}: {info.reason}" for info in found]
-    reasons += [f"{name}: set aside" for name in aside]
+    reasons += [f"{name} was set aside" for name in aside]
     reasons += [f"{POINTER}: {pointer.raw!r}"]
     raise NoUsableCheckpointError(
-        f"no checkpoint in '{run_dir}' can be continued from ({'; '.join(reasons)}).\n"
-        f"Fix: restore one of them, or start a new run with trainer.experiment_name=<new name>"
+        f"cannot resume from any checkpoint in '{run_dir}' ({'; '.join(reasons)}).\n"
+        f"Fix: restore a checkpoint, or start a new run with trainer.experiment_name=<new name>"
     )
 
 
 def candidates_of(config: TrainerConfig) -> Selection:
-    """Return the checkpoints from which `trainer.resume_mode` lets the run continue.
+    """Return the checkpoints from which `trainer.resume_mode` allows the run to resume.
 
     Raises `ConfigError` if the mode forbids the existing checkpoints, or if none is usable.
     """
@@ -114,7 +118,7 @@ def candidates_of(config: TrainerConfig) -> Selection:
             f"trainer.experiment_name=<new name> to this command"
         )
     if (own := select(run_dir)).candidates:
-        note = f"this run has checkpoints: continuing from them, not from {path}"
+        note = f"this run has its own checkpoints and continues from them, not from {path}"
         return Selection(own.candidates, (*own.notes, note))
     info = layout.inspect(path)
     if not info.manifest:
@@ -126,7 +130,7 @@ def candidates_of(config: TrainerConfig) -> Selection:
 
 
 def cannot_use(run_dir: Path, error: OSError) -> CannotWriteError:
-    """Return the error of a run whose directory cannot be written."""
+    """Return the error to raise if the run directory cannot be written."""
     return CannotWriteError(
         f"cannot write to trainer.default_local_dir={run_dir}: {error.strerror or error}.\n"
         f"Fix: make it writable, or choose a different trainer.default_local_dir"

@@ -59,7 +59,7 @@ every checkpoint of a model that has them contains this file.
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The values that an export needs from the run, in addition to the shards.
+    """The run's data that an export needs in addition to the shards.
 
     chat_template: None for the tokenizer's template, whose files are copied byte for byte; whole:
     set if the model's files contain untrained tensors, which are then exported too; adapter: set if
@@ -77,10 +77,10 @@ class ExportSource:
 class ExportPlan:
     """The tensors of an export, and their files.
 
-    layout: exported name -> meta tensor, in the order of the files; files: file name ->
-    names of its tensors; groups: exported name -> the tensors that it is made from; class_name: the
-    class that loads the export; base: in a merged export, the tensors of the base model; changes:
-    name of a weight in the base model -> its change. An export without weights has no `files`.
+    layout: exported name -> meta tensor, in the order of the files; files: file name -> names of
+    its tensors; groups: exported name -> the tensors from which it is made; class_name: the class
+    that loads the export; base: in a merged export, the tensors of the base model; changes: name of
+    a weight in the base model -> its change. An export without weights has no `files`.
     """
 
     source: ExportSource
@@ -105,8 +105,8 @@ class ExportPlan:
     def with_copies(self, directory: Path, *, share: Share) -> Self:
         """Copy this writer's share of the tensors in the model directory, and return the new plan.
 
-        The model directory is not read again afterwards. The start refuses files that have changed
-        by then (`require_model_unchanged`). Raises `OSError` if the copy fails.
+        After that, the model directory is never read again. If its files have changed by then, the
+        run does not start (`require_model_unchanged`). Raises `OSError` if the copy fails.
         """
         whole = self.source.whole
         if whole is not None and share[0] == 0:
@@ -149,8 +149,8 @@ def plan_export(
     tensors with the adapters added, under the names in the base model's files. `architecture` is
     then the base model on the meta device; tensors that it lacks are exported unchanged.
 
-    Raises `ConfigError` for a model that transformers could not load again, and for a base model
-    that adapters cannot be merged with.
+    Raises `ConfigError` if transformers could not load the export, or if the adapters cannot be
+    merged with the base model.
     """
     adapter = source.adapter
     base: Mapping[str, StoredTensor] = {}
@@ -216,7 +216,7 @@ def _base_groups(
     whole: PreTrainedModel | None,
 ) -> tuple[list[TensorGroup], list[str]]:
     """Return (the groups of a base model's tensors, in the order of its files; the names of tensors
-    outside the language model). A tensor without a change is a group of its own.
+    outside the language model). A tensor without a change forms a separate group.
 
     Raises `ConfigError` if the files lack a changed weight.
     """
@@ -374,7 +374,7 @@ def _exported(
 
 
 def _value(plan: ExportPlan, name: str, known: Mapping[str, Tensor], shards: Shards) -> Tensor:
-    """Return a tensor of the model: from `known` or the shards, and as training changed it."""
+    """Return a tensor of the model from `known` or the shards, with any change from training."""
     value = known[name] if name in known else shards.whole(name)
     change = plan.changes.get(name)
     return value if change is None else change.applied(value, shards)

@@ -1,4 +1,4 @@
-"""`finished.json` marks the checkpoint that a run ended with. Imports no torch.
+"""`finished.json` marks the last checkpoint of a finished run. Imports no torch.
 
 The run adds the file to its last checkpoint after it has written its report and logs, and just
 before it releases the lock. The file is not part of the checkpoint: the manifest does not list it.
@@ -32,7 +32,7 @@ class Finished:
 
 
 def write(checkpoint: Path, finished: Finished) -> None:
-    """Record the end of the run. If the write fails, the next start ends the run again."""
+    """Record the end of the run. If the write fails, the next start repeats the end of the run."""
     with suppress(OSError):
         atomic_write(checkpoint / FILE_NAME, json.dumps(asdict(finished)))
 

@@ -1,12 +1,12 @@
-"""All file operations of a save. No other module of this package carries them out itself.
+"""All file operations of a save. No other module of this package touches files directly.
 
-Each operation is announced to an observer before it happens. Tests use the observer to record
-operations, to enumerate the states that a crash can leave, and to kill, fail or delay the process
-at a chosen operation.
+Each operation is announced to an observer before it happens. With the observer, tests record
+operations, enumerate the states that a crash can leave, and kill or delay the process or inject an
+error at a chosen operation.
 
-A function returns when its effect is durable, unless its docstring says otherwise. A failed `fsync`
-is never repeated on the same descriptor: the kernel may have dropped the pages, and may report
-success the second time. The error ends this save, and the next save writes new files.
+Unless its docstring states otherwise, a function returns only when its effect is durable. A failed
+`fsync` is never repeated on the same descriptor: the kernel may have dropped the pages, and may
+report success the second time. The error ends this save, and the next save writes new files.
 """
 
 import hashlib
@@ -69,7 +69,9 @@ class FileRecord:
 
 
 Share = tuple[int, int]
-"""Files that one rank writes or reads: every `count`-th file from `index` on, as (index, count)."""
+"""(index, count): one rank's share of the files, which is every `count`-th file starting at
+`index`.
+"""
 
 
 class HashingFile:
@@ -242,7 +244,7 @@ def _raise(error: OSError) -> None:
 
 
 def list_dir(path: Path) -> list[str]:
-    """Return the sorted names in a directory; none if it does not exist."""
+    """Return the sorted names in a directory; [] if it does not exist."""
     try:
         return sorted(os.listdir(path))
     except FileNotFoundError:
@@ -281,8 +283,8 @@ def free_bytes(path: Path) -> int:
 def await_files(root: Path, records: Iterable[FileRecord], *, deadline: float) -> None:
     """Wait until this machine sees the files of other machines at their full size.
 
-    A network file system may show them late. `deadline`: a `time.monotonic()`. Raises `OSError`
-    after it, naming the first file that is missing or has a different size.
+    On a network file system they may appear late. `deadline`: a `time.monotonic()`. Raises
+    `OSError` after it, naming the first file that is missing or has a different size.
     """
     for record in records:
         while (problem := size_problem(root, record)) is not None:
@@ -306,7 +308,7 @@ def size_problem(root: Path, record: FileRecord) -> str | None:
         return f"{record.path}: {error.strerror or error}"
     if found.st_size == record.size_bytes:
         return None
-    return f"{record.path} has {found.st_size} bytes, {record.size_bytes} were written"
+    return f"{record.path} has {found.st_size} bytes, but {record.size_bytes} were written"
 
 
 def require_dir(path: Path) -> None:

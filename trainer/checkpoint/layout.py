@@ -1,7 +1,7 @@
 """The run directory: its file names and its checkpoints. For rank 0 only; imports no torch.
 
-A single rename (`commit`) creates a checkpoint, and `publish` makes it the one to continue from.
-Nothing is cached: all functions read the disk. Clocks and modification times decide nothing.
+A single rename (`commit`) creates a checkpoint, and `publish` points to it for the next resume.
+Nothing is cached: all functions read the disk. Clocks and modification times are never used.
 """
 
 import logging
@@ -21,7 +21,7 @@ from trainer.runtime.files import regular_opener, try_lock
 
 POINTER = "latest_checkpointed_iteration.txt"
 PUBLISHED = ".published"
-"""An empty file that marks a checkpoint that the pointer has named at some time."""
+"""An empty file that marks each checkpoint that the pointer has ever named."""
 FSDP_CONFIG = "fsdp_config.json"
 DATA = "data.pt"
 HUGGINGFACE = "huggingface"
@@ -36,7 +36,7 @@ READING_PREFIX = ".reading_"
 IN_USE = "in_use"
 """A file in a `READING_PREFIX` directory, on which the reader holds a lock."""
 SAVE_TIMEOUT_S = 1800.0
-"""Seconds after which a save, or an upload that gets no answer, is given up."""
+"""Timeout in seconds for a save, and for an upload that gets no response."""
 
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _POINTER_TEXT = re.compile(r"(0|[1-9][0-9]{0,17})")
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def new_run_from(checkpoint: Path) -> str:
-    """Return the advice to start a new run from a checkpoint's weights."""
+    """Return a fix that starts a new run from a checkpoint's weights."""
     export = checkpoint / HUGGINGFACE
     is_adapter = (export / ADAPTER_CONFIG).exists()
     key = "model.lora_adapter_path" if is_adapter else "model.partial_pretrain"
@@ -162,7 +162,7 @@ def inspect(path: Path) -> Checkpoint:
         fsio.require_dir(path)
         names = fsio.list_dir(path)
         if MANIFEST not in names:
-            raise OSError(f"it has no {MANIFEST}, so no save of this trainer finished it")
+            raise OSError(f"it has no {MANIFEST}, so this trainer never finished saving it")
         manifest = parse_manifest(fsio.read_bytes(path / MANIFEST), step=step)
         for record in manifest.files:
             if not is_export(record.path) and (problem := fsio.size_problem(path, record)):
@@ -206,7 +206,7 @@ def commit(staging: Path, step: int, *, nonce: str) -> Path:
                 f"this run continues from '{final}', so that checkpoint is never replaced"
             )
         prefix = DISCARDED_PREFIX if is_whole else CORRUPT_PREFIX
-        quarantine(final, "its step is being saved again", prefix)
+        quarantine(final, "this step is being saved again", prefix)
     try:
         fsio.rename_unsynced(staging, final)
     except OSError:
@@ -228,7 +228,7 @@ def publish(run_dir: Path, step: int) -> None:
 
 
 def mark_published(step_dir: Path) -> None:
-    """Create the mark durably, even if an earlier attempt was interrupted."""
+    """Create the mark file durably, even if an earlier attempt was interrupted."""
     if PUBLISHED not in fsio.list_dir(step_dir):
         fsio.write_file(step_dir / PUBLISHED, b"", root=step_dir)
     fsio.fsync_dir(step_dir)
@@ -258,7 +258,7 @@ def is_in_use(reading: Path) -> bool:
 
 
 def leftovers(run_dir: Path) -> list[str]:
-    """Return the names of half-written or half-deleted files, and of dead readers' links.
+    """Return the names of half-written or half-deleted files and of links left by dead readers.
 
     Directories with a temporary name are exports in progress, not leftovers.
     """

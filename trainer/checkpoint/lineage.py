@@ -1,4 +1,4 @@
-"""Compare a run with its checkpoint: some values must be equal, others cause only a warning."""
+"""Compares a run with its checkpoint: some values must be equal, others only cause a warning."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -6,34 +6,34 @@ from typing import Any
 from trainer.config import MAX_TOKENS, RECOMPUTE, ConfigError
 from trainer.runtime.json_lines import flat
 
-SOME_TWICE = "some samples may come twice, some not at all"
+SOME_TWICE = "some samples may be trained twice, others not at all"
 REFUSED = {
     "data": f"training continues at the same position in the new data; {SOME_TWICE}",
     "validation": "the best loss and early stopping count only validations of the new rows",
-    "train_batch_size": "the rest of the epoch uses the new size; each sample still comes once",
+    "train_batch_size": "the rest of the epoch uses the new size; each sample is still trained "
+    "once",
     "seed": f"the rest of the epoch has a different order; {SOME_TWICE}",
     "data.order": f"the rest of the epoch has a different order; {SOME_TWICE}",
     "tokenizer": "added tokens have untrained weights; exports contain the new tokenizer",
-    "model_config": "the saved weights continue in the changed architecture",
+    "model_config": "the changed architecture continues with the saved weights",
     "other_parts": "the untrained tensors are exported as they are now",
 }
-"""Values whose change is refused, and the effect of the change if `trainer.resume_allow` allows it.
-"""
+"""Values that must not change, and the effect of a change that `trainer.resume_allow` accepts."""
 
 BASE_WEIGHTS = "base_weights"
 ADAPTER_SCALING = "adapter_scaling"
 FIXED = {
-    BASE_WEIGHTS: "adapters fit only the weights they were trained for",
-    ADAPTER_SCALING: "the saved adapters were trained with this scaling",
+    BASE_WEIGHTS: "adapters fit only the weights they were trained on",
+    ADAPTER_SCALING: "the saved adapters were trained with the old scaling",
     **dict.fromkeys(
         ("model.lora_rank", "model.lora_alpha", "model.use_rslora", "model.target_modules"),
-        "the saved adapters have this shape",
+        "the saved adapters have the old shape",
     ),
-    "model.modules_to_save": "the checkpoints hold only the trained modules",
-    "model.load_in_4bit": "adapters fit only the weights they were trained for",
-    "model.freeze": "the optimizer has state only for the trained parameters",
+    "model.modules_to_save": "the checkpoints contain only the modules that were trained",
+    "model.load_in_4bit": "adapters fit only the weights they were trained on",
+    "model.freeze": "the optimizer has state only for the parameters that were trained",
 }
-"""Values whose change is always refused, and the reason."""
+"""Values that must never change, and the reason."""
 
 WARNED = (
     "data.max_length",
@@ -56,13 +56,13 @@ WARNED = (
     "torch",
     "transformers",
 )
-"""Values whose change may affect the numbers, and therefore causes a warning. The learning rate is
-compared as part of its schedule. All other keys may change freely.
+"""Values that may affect results, so a change causes a warning. The learning rate is compared as
+part of its schedule. All other keys may change freely.
 """
 
 
 def describe_run(resolved: Mapping[str, Any], **values: Any) -> dict[str, str]:
-    """Return fingerprints by name, of the resolved configuration and of the other `values`."""
+    """Return the fingerprints, by name, of the resolved configuration and the other `values`."""
     settings = flat(resolved)
     configured = {key: settings[key] for key in (*FIXED, *REFUSED, *WARNED) if "." in key}
     return {name: str(value) for name, value in (configured | values).items()}

@@ -36,9 +36,9 @@ class RunLock:
     accepted; there, a later run takes over the directory.
 
     The file records the holder and a nonce. A run that takes over replaces the nonce. If the
-    earlier run was only stopped, `is_held` then tells it that it may no longer publish. The file is
-    never deleted, because another run could be waiting on the deleted file. A clean release empties
-    it.
+    earlier run was only stopped (SIGSTOP), its `is_held` then returns False, so it no longer
+    publishes. The file is never deleted, because another run could be waiting on the deleted file.
+    A clean release empties it.
 
     Forked children release the lock at once, because a loader worker may outlive a killed trainer.
     """
@@ -87,7 +87,7 @@ class RunLock:
         try:
             found, content = self._look()
         except OSError as error:
-            logger.warning("cannot tell whether this run still holds %s: %s", self._path, error)
+            logger.warning("cannot check whether this run still holds %s: %s", self._path, error)
             return False
         is_same_file = found is not None and os.path.samestat(found, os.fstat(self._descriptor))
         return is_same_file and str(self._record["nonce"]).encode() in content
@@ -110,7 +110,9 @@ class RunLock:
             try:
                 os.ftruncate(self._descriptor, 0)
             except OSError as error:
-                logger.warning("cannot empty %s, so the next run may wait: %s", self._path, error)
+                logger.warning(
+                    "cannot empty %s, so the next run may have to wait: %s", self._path, error
+                )
         self._close()
 
     def __enter__(self) -> Self:
@@ -146,7 +148,7 @@ class RunLock:
             )
 
     def _make_again(self) -> bool:
-        """Create a removed lock file again. Return True if this run then holds the lock.
+        """Recreate a removed lock file. Return True if this run then holds the lock.
 
         A file that already exists at the path belongs to another run, which started in the meantime.
         """

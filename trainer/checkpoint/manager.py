@@ -1,6 +1,6 @@
-"""Save and load the state of a run.
+"""Saves and loads the state of a run.
 
-This module decides when a save is tried, in which thread, and what happens after a failed save.
+This module decides when to try a save, in which thread, and what to do after a failure.
 """
 
 import logging
@@ -163,7 +163,7 @@ class CheckpointManager:
     def _try(self, snapshot: Snapshot, *, in_background: bool) -> None:
         """Save a snapshot, or refuse it if a value is not finite.
 
-        In the background, the thread writes a copy of the snapshot, so that training may go on.
+        In the background, the thread writes a copy of the snapshot, so that training can continue.
         """
         step = snapshot.position.step
         if not self._is_finite(snapshot):
@@ -195,13 +195,13 @@ class CheckpointManager:
             self._note(step, *write())
 
     def _note(self, step: int, outcome: int | SaveFailedError, duration_s: float) -> None:
-        """Record how a save ended: its metrics, an event, and the number of failures in a row.
+        """Record the outcome of a save: its metrics, an event, and the number of failures in a row.
 
         Raises `ResumableError` if the ranks cannot tell whether the checkpoint was committed.
         """
         if isinstance(outcome, UnresolvedSaveError):
             raise ResumableError(
-                f"could not confirm whether step {step} was saved: {outcome}.\n"
+                f"cannot confirm that step {step} was saved: {outcome}.\n"
                 f"Fix: run the same command to find out and continue"
             ) from outcome
         if isinstance(outcome, SaveFailedError):
@@ -269,8 +269,8 @@ class CheckpointManager:
                 break
         else:
             logger.warning(
-                "there is no checkpoint of the same batches from well before step %d to return to, so "
-                "training continues: %s",
+                "no rollback: there is no checkpoint of the same batches from well before step "
+                "%d, so training continues: %s",
                 onset,
                 reason,
             )
@@ -303,7 +303,7 @@ class CheckpointManager:
         self._on_main(point_and_delete)
 
     def close(self) -> None:
-        """Wait briefly for a background save. Nothing may be committed after this."""
+        """Wait briefly for a background save. After this, no save can commit."""
         if self._pending is not None:
             wait([self._pending[1]], CLOSE_TIMEOUT_S)
 

@@ -95,8 +95,7 @@ def parse_manifest(text: str | bytes, *, step: int | None = None) -> Manifest:
     """Parse a manifest.
 
     Raises `ManifestError` unless the text is a valid manifest of this format, and of `step` if
-    `step` is given. The digest proves the content. The other checks protect against a forged
-    manifest.
+    `step` is given. The digest detects changes; the other checks detect a forged manifest.
     """
     try:
         tree = json.loads(text)

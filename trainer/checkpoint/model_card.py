@@ -18,9 +18,9 @@ def model_card(
 ) -> bytes:
     """Return the card of a checkpoint.
 
-    measured: measured values by name, such as step and loss; base_model: a Hub id, if the base
-    model has one; settings: configuration keys that differ from their defaults; origins: facts by
-    name about the sources that the model was made from.
+    measured: measurements by name, such as step and loss; base_model: a Hub id, if the base model
+    has one; settings: configuration keys that differ from their defaults; origins: facts by name
+    about the sources that the model was made from.
     """
     data = ModelCardData(
         base_model=base_model,

@@ -1,4 +1,4 @@
-"""Files of the model directory that an export needs, read once at the start.
+"""The files of the model directory that an export needs, read once at the start.
 
 The directory may be removed or changed while the run trains (a purged scratch disk, a new revision
 in the Hub's cache). Exports still contain the files that the run started with.
@@ -16,7 +16,7 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 MORE_TEMPLATES = "additional_chat_templates"
-"""The directory of a tokenizer's other templates, such as that of rows with tools."""
+"""The directory of a tokenizer's additional chat templates, such as one for rows with tools."""
 _COMPANIONS = (
     *TEMPLATES,
     f"{MORE_TEMPLATES}/*.jinja",
@@ -70,7 +70,7 @@ class ModelFiles:
             states = {path.name: path.stat() for path in _found(directory, _WEIGHTS)}
         except OSError as error:
             raise ConfigError(
-                f"model.partial_pretrain={directory}: a file cannot be read: {error}.\n"
+                f"model.partial_pretrain={directory}: cannot read a file: {error}.\n"
                 f"Fix: make it readable, or choose a different model directory"
             ) from error
         weights = {

@@ -43,9 +43,9 @@ def export_from_shards(
     lora: `adapter` or `merged` (the default), for a run that trains adapters; base: the directory
     of the model that the adapters were trained on, if that model was moved. This needs no GPU and
     no process group, and works while the run trains. All files are verified before use. `target`
-    appears only when it is complete. Raises `ConfigError` if the checkpoint is damaged, not
-    committed or without the adapters that `lora` or `base` ask for, or if `target` cannot be a new
-    directory, and `CannotWriteError` if `target` cannot be written.
+    appears only when it is complete. Raises `ConfigError` if the checkpoint is damaged or not
+    committed, if it lacks the adapters that `lora` or `base` require, or if `target` cannot be a
+    new directory, and `CannotWriteError` if `target` cannot be written.
     """
     info = _require_exportable(checkpoint, target)
     manifest = info.manifest
@@ -90,8 +90,8 @@ def export_from_shards(
             fsio.remove_tree(staging)
         if isinstance(error, OSError):
             raise CannotWriteError(
-                f"'{target}' cannot be created: {error}.\nFix: choose a directory that can be "
-                f"written and has enough space"
+                f"'{target}' cannot be created: {error}.\nFix: choose a writable directory with "
+                f"enough space"
             ) from error
         raise
 
@@ -142,7 +142,7 @@ def _require_exportable(checkpoint: Path, target: Path) -> CheckpointInfo:
 def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adapter | None:
     """Return the checkpoint's adapters, if it has any.
 
-    Raises `ConfigError` if `base` does not hold the weights that they were trained on.
+    Raises `ConfigError` if `base` does not contain the weights on which they were trained.
     """
     settings = read_object(checkpoint / ADAPTER_CONFIG)
     if not settings:
@@ -154,8 +154,8 @@ def _adapter_of(checkpoint: Path, manifest: Manifest, base: Path | None) -> Adap
     adapter = Adapter(settings, base)
     if not base.is_dir() or digest(base) != manifest.fingerprints.get(BASE_WEIGHTS):
         raise ConfigError(
-            f"'{base}' does not hold the weights that the adapters in '{checkpoint}' were "
-            f"trained for.\nFix: give the directory that holds them, with --base"
+            f"'{base}' does not contain the weights on which the adapters in '{checkpoint}' were "
+            f"trained.\nFix: pass the directory that contains them with --base"
         )
     return adapter
 

@@ -1,4 +1,4 @@
-"""Read a checkpoint while its run continues, through hard links that rotation does not touch.
+"""Reads a checkpoint while its run continues, through hard links that rotation does not touch.
 
 Imports no torch.
 """
@@ -20,7 +20,7 @@ def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
     """Yield a directory of links to the checkpoint's manifest and `parts` (files, directories).
 
     Yields None if the checkpoint was already deleted or replaced. The linked files stay complete
-    whatever happens to the checkpoint. On a file system without hard links, this yields the
+    even if the checkpoint is deleted. On a file system without hard links, this yields the
     checkpoint itself, whose files may disappear. The links are removed at the end. If the reader is
     killed, the next start or save of the run removes them.
     """

@@ -1,4 +1,4 @@
-"""Decide when a save is due: by the clock, or by a file SAVE in the run directory."""
+"""Decides when a save is due: by time, or because of a file SAVE in the run directory."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 FILE_NAME = "SAVE"
 LOOK_EVERY_S = 1.0
-"""Seconds between checks for the file. A check may take long on a network file system."""
+"""Seconds between checks for the file. A check can be slow on a network file system."""
 
 
 class SaveRequests:

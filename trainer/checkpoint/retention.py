@@ -1,4 +1,4 @@
-"""Delete old checkpoints, and check that the next one fits on the disk.
+"""Deletes old checkpoints, and checks that the next one fits on the disk.
 
 For rank 0 only; imports no torch.
 """
@@ -18,7 +18,8 @@ from trainer.runtime.text import readable
 logger = logging.getLogger(__name__)
 KEEP_FEWER = "lower trainer.max_ckpt_to_keep"
 SPARE = 1.05
-"""Factor on the size of a save, because directories, logs and other writers need space too."""
+"""Safety factor on the size of a save, because directories, logs and other writers need space too.
+"""
 
 
 def settle(
@@ -78,7 +79,7 @@ def checkpoints_to_delete(run_dir: Path, *, keep: int | None, protect: Set[int])
 def newest(steps: list[int], keep: int, pointed: int | None) -> list[int]:
     """Return the newest `keep` of the sorted steps, and the newest `keep` up to the pointer.
 
-    If the pointer was moved back, the run cannot fall back on checkpoints after it.
+    If the pointer was moved back, the run cannot fall back to checkpoints after it.
     """
     until_pointer = [step for step in steps if pointed is not None and step <= pointed]
     return steps[-keep:] + until_pointer[-keep:]

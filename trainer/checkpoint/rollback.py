@@ -1,4 +1,4 @@
-"""Return to an older checkpoint and skip the harmful batches.
+"""Returns a run to an older checkpoint and skips the harmful batches.
 
 `rollbacks.json` in the run directory is written before anything else changes. A crash leaves either
 the unchanged run, or a rollback that the next start completes: it moves the pointer back and sets
@@ -43,7 +43,7 @@ def read(run_dir: Path) -> Rollbacks:
 
 
 def has_same_batches(checkpoint: CheckpointInfo, fingerprints: Mapping[str, str]) -> bool:
-    """Return True if the steps after the checkpoint trained the same batches in that run as now."""
+    """Return True if the steps after the checkpoint trained the same batches as they would now."""
     saved = checkpoint.manifest.fingerprints
     return all(saved.get(name) == fingerprints.get(name) for name in BATCHES)
 
@@ -74,8 +74,8 @@ def candidates(
 ) -> list[CheckpointInfo]:
     """Return committed checkpoints well before `onset` that no earlier trouble affects, newest first.
 
-    Only checkpoints after which the steps train the same batches count. `leads_here` returns False
-    for a position from before steps of another batch size, whose fingerprints may be equal.
+    Only checkpoints whose next steps train the same batches as now qualify. `leads_here` returns
+    False for a position from before steps of another batch size, whose fingerprints may be equal.
     """
     latest = onset - STEPS_BEFORE_ONSET
     trouble = [
@@ -102,8 +102,8 @@ def decide(
 ) -> Rollbacks:
     """Record that the run returns to `target`, then carry out the rollback.
 
-    Once it is recorded, a later start completes it. `last_step` is never skipped, because the run
-    ends with it.
+    If this is interrupted after recording, the next start completes the rollback. `last_step` is
+    never skipped, because the run ends with it.
     """
     newer = [info for info in layout.checkpoints(run_dir) if info.step > target.step]
     entry = Rollback(

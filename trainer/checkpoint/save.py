@@ -39,11 +39,11 @@ MIN_GROUP_TIMEOUT_S = 60.0
 """The shortest timeout of a group. Ranks begin to create a group at different times."""
 VISIBLE_WITHIN_S = 60.0
 UNDECIDED = ("ready", "commit")
-"""Phases in which a rank without an answer cannot know whether the main rank commits."""
+"""Phases in which a rank that gets no answer cannot know whether the main rank commits."""
 
 
 class SaveFailedError(RuntimeError):
-    """The save was given up on all ranks. The message names the rank and the cause."""
+    """All ranks abandoned the save. The message names the rank and the cause."""
 
 
 class UnresolvedSaveError(SaveFailedError):
@@ -51,7 +51,7 @@ class UnresolvedSaveError(SaveFailedError):
 
 
 class NoAnswerError(SaveFailedError):
-    """Some ranks did not answer in time, so this rank does not know the outcome. Others may."""
+    """Some ranks did not answer in time, so this rank does not know the outcome; other ranks may."""
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Agreement:
     """Exchanges the ranks' reports on each phase of a save, with a deadline.
 
     It uses a separate gloo group, so that a save can run in the background. If a rank is slow or
-    gone, the others wait until the deadline but never hang. They then give up the group, and
+    gone, the others wait until the deadline but never hang. They then abandon the group, and
     `renew` creates a new one. Creating an `Agreement` is collective.
     """
 
@@ -74,7 +74,7 @@ class Agreement:
     def renew(self) -> None:
         """Create a new group unless every rank still has one. Collective, in the training thread.
 
-        A rank may have given up its group because of a late answer, while other ranks did not.
+        After a late answer, some ranks may have abandoned the group while others did not.
         """
         num_without = torch.tensor(float(self._group is None))
         dist.all_reduce(num_without)
@@ -333,7 +333,7 @@ class Saver:
     def _await_files(self, staging: Path, records: list[FileRecord]) -> None:
         """Wait until the files are visible, but no longer than the save may take.
 
-        A late rank must not wait for files that the other ranks have given up.
+        A late rank must not wait for files of a save that the other ranks have abandoned.
         """
         deadline = min(self._deadline, time.monotonic() + VISIBLE_WITHIN_S)
         fsio.await_files(staging, records, deadline=deadline)

@@ -66,7 +66,7 @@ def read_torch(path: Path) -> Any:
     except Exception as error:  # torch's reader fails in many ways on a damaged file
         reason = f"cannot be read: {error}"
         if isinstance(error, pickle.UnpicklingError):
-            reason = "is a pickle that would run code, and was not run"
+            reason = "contains a pickle that could run code, so it was not loaded"
         raise CorruptShardError(
             f"{path} {reason}.\n"
             f"Fix: move the checkpoint out of the run directory, and continue from an older one"
@@ -128,7 +128,7 @@ class Shards:
         """Return the pieces of a tensor, in rank order. Raises `CorruptShardError`."""
         if not all(name in part for part in self.parts):
             raise CorruptShardError(
-                f"{self.directory.name} has no tensor '{name}': it was saved from a different "
+                f"{self.directory.name} has no tensor '{name}': it belongs to a different "
                 f"model.\n{RESTORE_MODEL}"
             )
         return [part[name] for part in self.parts]
@@ -181,8 +181,8 @@ def copy_slice(
 ) -> None:
     """Fill this rank's part of `live` from the pieces in `saved`, which are in rank order.
 
-    key: the configuration key of the dtype of `live`. may_round: allow a loss of precision, because
-    a frozen parameter is held in its compute dtype whatever dtype it was saved in.
+    key: the configuration key of the dtype of `live`. may_round: allow a loss of precision. A
+    frozen parameter is kept in its compute dtype, which may be narrower than the saved dtype.
     """
     piece = saved[0]
     if piece.shape != live.shape:
@@ -215,7 +215,7 @@ def copy_slice(
 
 
 def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -> Iterator[Tensor]:
-    """Yield rows `begin` to `end` of a tensor as views of its pieces, which are in rank order.
+    """Yield rows `begin` to `end` of a tensor as views of its pieces, given in rank order.
 
     Only the local tensors are used, because the mesh in a file belongs to the run that saved it.
     """
@@ -328,4 +328,4 @@ def _read_back(path: Path, layout: Mapping[str, Tensor], digests: Mapping[str, b
             expected = layout[name]
             has_layout = (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
             if not has_layout or hashlib.blake2b(bytes_of(tensor)).digest() != digest:
-                raise OSError(f"{path}: tensor {name} read back differently from what was written")
+                raise OSError(f"{path}: tensor {name} differs from what was written")

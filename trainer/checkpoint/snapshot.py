@@ -1,4 +1,4 @@
-"""The state of one step for a save: either live, or copied so that training may continue."""
+"""The state of one step for a save: either live, or copied so that training can continue."""
 
 import mmap
 from contextlib import nullcontext
@@ -53,7 +53,9 @@ class HostBuffers:
         self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
         self._copied: list[Tensor] = []
-        """Tensors kept alive until their copies are complete, because some have no other owner."""
+        """Tensors kept alive until their copies are complete, because some are not referenced
+        elsewhere.
+        """
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with copies of its tensors.

@@ -132,7 +132,9 @@ def _log_changes(
 
 
 def _require_no_skips(rollbacks: Rollbacks, checkpoint: CheckpointInfo) -> None:
-    """Raise `ConfigError` if steps after the checkpoint are skipped: they now train other batches."""
+    """Raise `ConfigError` if a rollback skips steps after the checkpoint that now train other
+    batches.
+    """
     if ahead := [step for step in rollbacks.skipped_steps if step > checkpoint.step]:
         raise ConfigError(
             f"a rollback skips the batches of steps {min(ahead)} to {max(ahead)}, but these steps "
@@ -168,7 +170,7 @@ def _is_complete(
         return True
     if end is not None and on_main(partial(has_ended_in_order, run_dir, last), run_dir, world):
         return True
-    logger.info("%s holds the last step, but the run did not end cleanly", last.path)
+    logger.info("%s is the last step's checkpoint, but the run did not end cleanly", last.path)
     return False
 
 
@@ -194,8 +196,8 @@ def _first_verified(
             on_main(set_aside, run_dir, world)
     if candidates:
         raise NoUsableCheckpointError(
-            f"every checkpoint in {run_dir} that the run could continue from is damaged, and was "
-            f"renamed to .corrupt_*.\nFix: start a new run with trainer.experiment_name=<new name>"
+            f"every usable checkpoint in {run_dir} is damaged and was renamed to "
+            f".corrupt_*.\nFix: start a new run with trainer.experiment_name=<new name>"
         )
     return None
 
@@ -233,7 +235,7 @@ def on_main(action: Callable[[], T], run_dir: Path, world: World) -> T:
 def _require_shared(run_dir: Path, world: World) -> None:
     """Raise `ConfigError` unless every rank sees the files that the main rank writes. Collective.
 
-    Otherwise the shards would be scattered over the machines.
+    Otherwise each machine would have only some of the shards.
     """
     name = f"{layout.STAGING_PREFIX}probe.{secrets.token_hex(4)}"
 

@@ -4,9 +4,9 @@ The name of a part decides which file contains it. `model` and `optimizer` each 
 each rank, `data` has one file for all ranks, and every other part is in each rank's extra state.
 
 A run that resumes on a different number of ranks loads the extra state of rank 0 on every rank.
-This suits a part whose state is the same on all ranks (each save checks this), and a part for which
-only the state on rank 0 counts. If a class sets `state_of = OWN`, its state differs between ranks,
-and the run can resume only with the same number of ranks and the same mesh. If a class sets
+This is correct for a part with equal state on all ranks (each save checks this), and for a part
+whose state matters only on rank 0. If a class sets `state_of = OWN`, its state differs between
+ranks, and the run can resume only with the same number of ranks and the same mesh. If a class sets
 `is_sharded`, its state maps names to DTensors, which can be resharded to any number of ranks.
 """
 
@@ -86,7 +86,7 @@ class ModelShards:
         if lost := sorted(state_dict.parts[0].keys() - named.keys()):
             raise ConfigError(
                 f"{state_dict.directory} has parameters that this run does not train: "
-                f"{lost[0]} ({len(lost)} such tensors).\n"
+                f"{lost[0]} ({len(lost)} in total).\n"
                 f"Fix: start a new run with trainer.experiment_name=<new name>"
             )
         for name, parameter in shards.saved_parameters(self.model).items():
@@ -250,7 +250,7 @@ def load_state(checkpoint: CheckpointInfo, state: State, world: World) -> None:
         if _state_of(part) == OWN and (manifest.mesh != world.mesh_sizes or not is_same_size):
             raise ConfigError(
                 f"{path} holds one state of the part '{name}' for each of its ranks "
-                f"({manifest.mesh}), which the ranks of this run ({world.mesh_sizes}) cannot load.\n"
+                f"({manifest.mesh}), but this run has different ranks ({world.mesh_sizes}).\n"
                 f"Fix: resume with the same number of ranks, or {layout.new_run_from(path)}"
             )
         if is_sharded(part):

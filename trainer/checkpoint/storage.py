@@ -23,7 +23,8 @@ KEY = "trainer.checkpoint.mirror"
 
 
 class StorageError(Exception):
-    """The storage refused or did not answer. The message names the operation and the cause.
+    """The storage refused a request or did not answer. The message names the operation and the
+    cause.
 
     `is_refusal`: True if a retry will not help, for example because permission is denied or
     the bucket does not exist.
@@ -35,7 +36,7 @@ class StorageError(Exception):
 
 
 class SilentError(StorageError):
-    """The storage has neither answered nor failed within the time limit."""
+    """The storage did not respond within the time limit."""
 
 
 def require_usable(url: str) -> None:

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS)
         known = hint or f"commands are {', '.join(COMMANDS)}"
-        print(f"ERROR: there is no command '{name}': {known}", file=sys.stderr)
+        print(f"ERROR: unknown command '{name}'; {known}", file=sys.stderr)
         return EXIT_USAGE
     place = "trainer.launch.__main__" if name == TRAIN else f"trainer.cli.{name}"
     module = importlib.import_module(place)

@@ -44,22 +44,22 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
-    """Add the arguments of a training command as `words`. `ranks` says what N counts."""
+    """Add the arguments of a training command as `words`. `ranks` describes N."""
     about = f"N: {ranks} (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
     parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
 
 
 def add_engine(parser: Parser) -> None:
     """Add the arguments that choose the engine for an export."""
-    about = "what serves the export (default: %(default)s)"
+    about = "engine that serves the export (default: %(default)s)"
     parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help=about)
-    about = "an interpreter that has vLLM"
+    about = "Python interpreter that has vLLM"
     parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help=about)
 
 
 def read_words(words: list[str]) -> tuple[int | None, list[str], "Config"]:
-    """Return the number of ranks, if given, the overrides, and their configuration, from the words
-    that `add_words` collected. Raises `ConfigError`.
+    """Return the number of ranks, if given, the overrides, and their configuration, from the
+    arguments that `add_words` collected. Raises `ConfigError`.
     """
     from trainer.launch.ranks import parse_arguments
     from trainer.train.start.compose import load_config
@@ -110,12 +110,14 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def named_path(text: str) -> Path:
-    """Return a path whose last part is a name, because a directory's name says what it holds."""
+    """Return a path whose last part is a name, because the names of directories identify their
+    contents.
+    """
     return Path(text) if Path(text).name not in ("", "..") else Path(os.path.abspath(text))
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a whole file or nothing, and never replace a device or a pipe. Raises
+    """Write a file completely or not at all, and never replace a device or a pipe. Raises
     `CannotWriteError`.
     """
     try:

@@ -25,8 +25,8 @@ from trainer.runtime.files import tree_bytes
 from trainer.runtime.text import readable
 
 AT_ONCE = ("ls", "verify", "prune")
-"""Commands that end at the first signal: the next start finishes a deletion. `export` cleans up
-instead.
+"""Commands that end at the first signal; the next start finishes an interrupted deletion. `export`
+cleans up instead.
 """
 
 
@@ -67,14 +67,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN_DIR",
         nargs="?",
         type=named_path,
-        help=f"a run directory, or one with runs below it (default: {listing.RUNS_ROOT})",
+        help=f"a run directory, or a directory that contains runs (default: {listing.RUNS_ROOT})",
     )
     ls.add_argument("--json", action="store_true", help="print one JSON object")
 
     verify = add(
         "verify",
         _verify,
-        "compare every byte of checkpoints with their manifests; exit code 1 if any is damaged",
+        "compare every byte of checkpoints with their manifests; exit code 1 if any of them is "
+        "damaged",
     )
     verify.add_argument(
         "paths",
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         type=at_least(1),
         required=True,
-        help="keep the newest N, and the one that the pointer names",
+        help="keep the newest N, and the checkpoint that the pointer names",
     )
     prune.add_argument(
         "--corrupt", action="store_true", help="also delete checkpoints that were set aside"
@@ -110,14 +111,14 @@ def _parser() -> argparse.ArgumentParser:
     export = add(
         "export",
         _export,
-        "make a directory for transformers and vLLM from the shards, with tokenizer and chat "
+        "create a directory for transformers and vLLM from the shards, with tokenizer and chat "
         "template; needs no GPU and works while the run trains",
     )
     export.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
         type=named_path,
-        help="a global_step_<step>, or a run directory: then the one to resume from",
+        help="a global_step_<step>, or a run directory, for the checkpoint to resume from",
     )
     export.add_argument(
         "target", metavar="TARGET", type=named_path, help="the new directory; its parent must exist"
@@ -131,13 +132,13 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--lora",
         choices=("adapter", "merged"),
-        help="of a LoRA run: export the adapter, or the merged model (default: merged)",
+        help="for a LoRA run: export the adapter or the merged model (default: merged)",
     )
     export.add_argument(
         "--base",
         metavar="DIR",
         type=named_path,
-        help="the base model of a LoRA adapter (default: its path during the training)",
+        help="the base model of a LoRA adapter (default: its path during training)",
     )
     return parser
 
@@ -162,7 +163,7 @@ def _ls(arguments: argparse.Namespace) -> int:
             print()
         _show(*listing.as_lines(run))
     if not runs:
-        print(f"no run below '{root}' yet")
+        print(f"there are no runs in '{root}' yet")
     return EXIT_DONE
 
 
@@ -188,8 +189,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     """Print the checkpoints and leftovers to delete, and delete them with `--yes`, while holding the
     run's lock.
 
-    The newest `--keep` checkpoints stay, and so does the one to resume from. Raises `ConfigError`
-    if no checkpoint is usable: the leftovers may then be all that remains.
+    Keeps the newest `--keep` checkpoints and the checkpoint to resume from. Raises `ConfigError` if
+    no checkpoint is usable, because then the leftovers may be all that remains.
     """
     run_dir = arguments.run_dir
     listing.require_run(run_dir)
@@ -244,7 +245,7 @@ def _require_whole(checkpoint: Path) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     """Export one checkpoint. Imports torch."""
     checkpoint, notes = listing.checkpoint_to_export(arguments.checkpoint)
-    _show(*notes, f"exporting {checkpoint} in {arguments.dtype}")
+    _show(*notes, f"exporting {checkpoint} as {arguments.dtype}")
     started = time.perf_counter()
     target = arguments.target
     from trainer.checkpoint.offline_export import export_from_shards

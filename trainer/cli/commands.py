@@ -24,9 +24,12 @@ GROUPS = {  # {group: {name: (description, example arguments)}}
     },
     "checkpoints": {
         "checkpoint": ("list, verify, delete or export checkpoints", "ls checkpoints"),
-        "mirror": ("upload checkpoints that the mirror of a run lacks", "checkpoints/mine/first"),
+        "mirror": (
+            "upload checkpoints that are missing from a run's mirror",
+            "checkpoints/mine/first",
+        ),
         "prove": (
-            "check that an export, when served, has the validation loss of its step",
+            "check that an export, when served, reproduces the validation loss of its step",
             "checkpoints/mine/first",
         ),
         "evaluate": (

@@ -1,8 +1,8 @@
 """Show the prepared samples: `bash run_sft.sh data preview|stats [options] [overrides ...]`.
 
 The tokens come from the cache that runs with the same overrides use. Missing tokens are prepared
-and added to it. No weights are read. The exit codes are those of a run: 0 done, 2 wrong usage or
-configuration, 65 bad data, 73 cannot write, 130 interrupted.
+and added to the cache. No weights are read. The exit codes are the same as for a run: 0 done, 2
+wrong usage or configuration, 65 bad data, 73 cannot write, 130 interrupted.
 """
 
 import json
@@ -10,10 +10,10 @@ import json
 from trainer.cli.arguments import Parser, add_words, as_command, at_least, read_words
 from trainer.errors import EXIT_DONE
 
-ABOUT = """Show what is trained.
+ABOUT = """Show the training data.
 
-preview: samples as the model sees them, the supervised part marked
-stats: tokens, supervised share, lengths, what was left out, exact duplicates; as JSON"""
+preview: samples as the model sees them, with the supervised parts marked
+stats: JSON with tokens, supervised share, lengths, rows left out, exact duplicates"""
 
 
 @as_command()
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     parser = Parser("data", description=ABOUT)
     parser.add_argument("command", choices=("preview", "stats"))
     add_words(parser)
-    about = "preview: of each kind: longest, least supervised, random (default: %(default)s)"
+    about = "preview: number of longest, least supervised and random samples each (default: %(default)s)"
     parser.add_argument("--samples", metavar="N", type=at_least(0), default=3, help=about)
     arguments = parser.parse_intermixed_args(argv)
     _, _, config = read_words(arguments.words)

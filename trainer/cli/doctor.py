@@ -36,9 +36,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--run",
         action="store_true",
-        help="also train the recipe for a few steps in a temporary directory: check that ranks "
-        "agree, that packing changes nothing, that a killed run resumes bit for bit, and that "
-        "memory is as planned; measure the speed",
+        help="also train the recipe for a few steps in a temporary directory: check that ranks agree, "
+        "that packing changes nothing, that a killed run resumes bit for bit, and that memory use "
+        "is as planned; measure the speed",
     )
     parser.add_argument("--json", action="store_true", help="print all findings as JSON at the end")
     options = parser.parse_intermixed_args(argv)
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     if options.run and launch.layout.num_nodes > 1:
         raise ConfigError(
             "doctor --run works on one machine.\n"
-            "Fix: unset NNODES, and give the number of ranks of this machine"
+            "Fix: unset NNODES, and pass the number of ranks on this machine"
         )
     from trainer.tools.plan.checks import memory_and_disk
     from trainer.tools.plan.memory import plan_memory
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 @contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    """Create a directory that is removed at the end, even after SIGTERM or SIGHUP."""
+    """Create a directory and remove it at the end, even after SIGTERM or SIGHUP."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,8 +1,8 @@
-"""Score checkpoints by their answers: `bash run_sft.sh evaluate RUN_DIR --score NAME`.
+"""Score the answers of checkpoints: `bash run_sft.sh evaluate RUN_DIR --score NAME`.
 
 It runs in its own process, even while the run trains (docs/evaluation.md). Exit codes: 0 done, 2
 wrong usage or nothing that can be served, 65 a question that cannot be asked or scored, 73 cannot
-write, 130 interrupted: the same command continues with the checkpoint that was interrupted.
+write, 130 interrupted (the same command continues with the interrupted checkpoint).
 """
 
 import argparse
@@ -68,7 +68,10 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--score", choices=scorers.SCORERS, help="how to score an answer")
     what.add_argument(
-        "--attach", nargs=3, metavar=("STEP", "NAME", "VALUE"), help="a result measured elsewhere"
+        "--attach",
+        nargs=3,
+        metavar=("STEP", "NAME", "VALUE"),
+        help="record a result that was measured elsewhere",
     )
     parser.add_argument(
         "--prompts",
@@ -77,7 +80,9 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         help="rows of `messages` or `prompt` with answers (default: the run's validation rows)",
     )
     parser.add_argument(
-        "--answer", metavar="COLUMN", help=f"column of answers (default: answer; {EXEC}: tests)"
+        "--answer",
+        metavar="COLUMN",
+        help=f"column with the answers (default: answer; {EXEC}: tests)",
     )
     parser.add_argument(
         "--name", help="logged as eval/NAME (default: the name of FILE, else held_out)"
@@ -93,7 +98,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--allow-code",
         action="store_true",
-        help=f"{EXEC}: run the programs that the model writes, in bubblewrap where it is installed",
+        help=f"{EXEC}: run the programs that the model writes, inside bubblewrap if it is installed",
     )
     arguments = parser.parse_args(argv)
     if arguments.attach:
@@ -102,14 +107,16 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         arguments.name = arguments.prompts.stem if arguments.prompts else "held_out"
     if not NAME.fullmatch(arguments.name):
         raise ConfigError(
-            f"'{arguments.name}' cannot be the name of an evaluation.\n"
-            f"Fix: --name with letters, digits, '_', '.' and '-'"
+            f"'{arguments.name}' is not a valid name for an evaluation.\n"
+            f"Fix: use letters, digits, '_', '.' and '-' in --name"
         )
     return arguments
 
 
 def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
-    """Return the questions, and the way to score the answers. Raises `ConfigError`, `DataError`."""
+    """Return the questions, and the function that scores the answers. Raises `ConfigError`,
+    `DataError`.
+    """
     is_exec = arguments.score == EXEC
     if is_exec and not arguments.allow_code:
         raise ConfigError(
@@ -137,7 +144,7 @@ def _asked(run_dir: Path, arguments: argparse.Namespace) -> "Evaluation":
 
 
 def _checkpoints(run_dir: Path, *, is_watching: bool) -> Iterator[CheckpointInfo]:
-    """Yield the checkpoints of a run, the oldest first, because rotation deletes it first."""
+    """Yield the checkpoints of a run, oldest first, because rotation deletes them in this order."""
     seen: set[str | None] = set()
     while True:
         was_live = is_live(run_dir)

@@ -1,4 +1,4 @@
-"""Inspects run directories from outside: their contents, damage, and old checkpoints."""
+"""Inspects run directories: their contents, damage, and old checkpoints."""
 
 import logging
 import os
@@ -26,8 +26,8 @@ from trainer.tools.mirror import STATE
 RUNS_ROOT = Path("checkpoints")
 MAX_HASH_THREADS = 8
 LEFTOVERS = (STAGING_PREFIX, TRASH_PREFIX, READING_PREFIX, *ASIDE_PREFIXES)
-"""Prefixes of an unfinished save or deletion, the links of a reader (evaluate, mirror), and a
-checkpoint that was set aside.
+"""Prefixes of unfinished saves and deletions, links of readers (evaluate, mirror), and checkpoints
+that were set aside.
 """
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def require_dir(path: Path) -> None:
     """Raise `ConfigError` unless the path is a directory."""
     if not path.is_dir():
         raise ConfigError(
-            f"no directory '{path}'.\nFix: give a run directory, "
+            f"no directory '{path}'.\nFix: pass a run directory, "
             f"{RUNS_ROOT}/<project_name>/<experiment_name>"
         )
 
@@ -46,7 +46,7 @@ def require_run(path: Path) -> None:
     """Raise `ConfigError` unless the path is a run directory."""
     require_dir(path)
     if layout.parse_step(path.name) is not None:
-        raise ConfigError(f"'{path}' is a checkpoint. Fix: give the run directory above it")
+        raise ConfigError(f"'{path}' is a checkpoint. Fix: pass the run directory that contains it")
     if not is_run(fsio.list_dir(path)):
         raise ConfigError(
             f"'{path}' is not a run directory (no checkpoint, no {LOCK}). Fix: `checkpoint ls` lists "
@@ -158,12 +158,12 @@ def as_lines(run: dict[str, Any]) -> Iterator[str]:
 
 
 def mirror_of(run_dir: Path) -> dict[str, Any]:
-    """Return what the run knows of its mirror; {} without one."""
+    """Return the run's record of its mirror; {} without a mirror."""
     return read_object(run_dir / STATE)
 
 
 def mirror_line(mirror: dict[str, Any]) -> str:
-    """Return a line with the steps that were complete in the mirror when the run last looked."""
+    """Return a line with the steps that were complete in the mirror at the last check."""
     found = mirror.get("steps")
     steps = ", ".join(map(str, found)) if isinstance(found, list) and found else "none"
     failed = f"; since then it failed: {mirror['failed']}" if mirror.get("failed") else ""
@@ -171,7 +171,9 @@ def mirror_line(mirror: dict[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters. Names and manifests come from a disk that anyone may write to."""
+    """Escape control characters. Names and manifests come from a disk that other users may write
+    to.
+    """
     return text if text.isprintable() else ascii(text)
 
 

@@ -18,8 +18,8 @@ from trainer.tracking.run_info import read_config
 def main(argv: list[str]) -> int:
     parser = Parser(
         "mirror",
-        description="Upload what the mirror of a run lacks. A run does this automatically; use this "
-        "command for what was missing when it ended.",
+        description="Upload missing checkpoints to the mirror of a run. A run does this automatically; "
+        "use this command if some were missing when it ended.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     run_dir: Path = parser.parse_args(argv).run_dir
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     if trainer.checkpoint.mirror is None:
         raise ConfigError(
             f"the run in '{run_dir}' has no mirror.\n"
-            f"Fix: start it once with trainer.checkpoint.mirror=<URL>"
+            f"Fix: start the run once with trainer.checkpoint.mirror=<URL>"
         )
     if is_live(run_dir):
         raise ConfigError(f"the run in '{run_dir}' is still training and updates the mirror itself")

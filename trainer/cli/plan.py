@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     fix = ""
     if now.needed_gib > limit_gib:
         change = smallest_change(config, plan, now, limit_gib)
-        fix = "none of the overrides that `plan` knows makes it fit"
+        fix = "no override that `plan` tries makes it fit"
         if change is not None:
             ranks = [f"on {change.num_ranks} ranks"] if change.num_ranks != num_ranks else []
             words = " ".join([*ranks, *change.overrides])
@@ -61,13 +61,13 @@ def _parse(argv: list[str]) -> Namespace:
         usage="%(prog)s [N] [key=value ...] [--memory-gib X]",
         description="Predict the memory and disk space that a run needs, and print the override that makes it fit.",
     )
-    add_words(parser, ranks="ranks on all machines together")
+    add_words(parser, ranks="total number of ranks on all machines")
     parser.add_argument(
         "--memory-gib",
         type=float,
         metavar="X",
         help="memory of one GPU in GiB (default: that of the local GPU, else 80; with "
-        "trainer.device=cpu: a rank's share of this machine)",
+        "trainer.device=cpu: a rank's share of the host memory)",
     )
     known = parser.parse_intermixed_args(argv)
     if known.memory_gib is not None and not known.memory_gib > 0:

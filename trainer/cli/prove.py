@@ -1,4 +1,5 @@
-"""Prove that an export serves the loss it was validated with: `bash run_sft.sh prove CHECKPOINT`.
+"""Prove that an export reproduces its validation loss when served: `bash run_sft.sh prove
+CHECKPOINT`.
 
 Exit codes: 0 equal, 1 refused, 2 wrong usage or nothing to compare, 65 bad data, 73 cannot write,
 130 interrupted.
@@ -13,14 +14,14 @@ from trainer.errors import EXIT_CRASH, EXIT_DONE
 def main(argv: list[str]) -> int:
     parser = Parser(
         "prove",
-        description="Prove that an export serves the loss that its step was validated with: give "
-        "the engine\nthe tokens of the validation, and compare its loss with val/loss.",
+        description="Prove that an export reproduces the validation loss of its step when served: give\n"
+        "the engine the tokens of the validation, and compare its loss with val/loss.",
     )
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
         type=named_path,
-        help="a global_step_<step>, or a run directory: its newest checkpoint",
+        help="a global_step_<step>, or a run directory, for its newest checkpoint",
     )
     add_engine(parser)
     arguments = parser.parse_args(argv)
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
     difference = found.served_loss - found.val_loss
     print(
         f"{found.engine}: {found.served_loss:.6f}, difference {difference:+.1e}, tolerance "
-        f"{found.tolerance:.1e} ({found.dtype} against a wider dtype on these samples)"
+        f"{found.tolerance:.1e} (from {found.dtype} and a wider dtype on these samples)"
     )
     if found.base_loss is not None:
         print(f"base model without the adapter: {found.base_loss:.6f}")

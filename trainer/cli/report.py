@@ -1,8 +1,8 @@
 """Report on training runs from their logs: on the terminal, as one HTML page, or as JSON.
 
 Exit codes: 0 reported, 2 wrong usage, 4 a log cannot be read, 73 a file cannot be written, 130
-interrupted. With `--check` the worst verdict decides: 0 OK or too early to say, 1 ATTENTION, 3
-FAIL.
+interrupted. With `--check`, the worst verdict determines the code: 0 OK or too early to say, 1
+ATTENTION, 3 FAIL.
 """
 
 import json
@@ -47,13 +47,15 @@ def main(argv: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser("report")
     add = parser.add_argument
-    about = "run directories or log files of any trainer; several are also compared side by side"
+    about = (
+        "run directories or log files of any trainer; several runs are also compared side by side"
+    )
     add("paths", metavar="PATH", nargs="+", type=Path, help=about)
     add("--html", metavar="FILE", type=Path, help="write a page that opens in any browser, offline")
     about = "print JSON instead of text: an object, or an array for several PATHs"
     add("--json", action="store_true", help=about)
     about = "exit with 0 for OK or too early to say, 1 for ATTENTION, 3 for FAIL"
     add("--check", action="store_true", help=about)
-    about = "which absolute limits apply (default: by the metrics in the log)"
+    about = "set of absolute limits (default: chosen by the metrics in the log)"
     add("--profile", choices=PROFILES, default="auto", help=about)
     return parser

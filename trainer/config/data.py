@@ -31,7 +31,7 @@ RESERVED_VARIABLES = (
     "return_dict",
     "tokenize",
 )
-"""Arguments for rendering a template that are not variables of the user."""
+"""Template arguments that the trainer sets, so users cannot define variables with these names."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class SourceConfig:
     )
     repeat: float = key(
         1.0,
-        "how often an epoch trains each row; 2.5 = twice, and half of the rows a third time, the "
-        "other half in the next epoch; must be 1 for validation",
+        "how often an epoch trains each row; 2.5 = twice, plus a third time for half of the rows "
+        "(the other half in the next epoch); must be 1 for validation",
         within("(0, 1000]"),
     )
     max_samples: int | None = key(
@@ -63,7 +63,7 @@ class SourceConfig:
     tools_key: str | None = key(None, "column with tool definitions")
     prompt_key: str | None = key(None, "column with the user's text")
     response_key: str | None = key(None, "column with the assistant's text")
-    text_key: str | None = key(None, "column with plain text; all of it is trained")
+    text_key: str | None = key(None, "column with plain text, all of which is trained")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class DataConfig:
     )
     val_ratio: float = key(
         0.02,
-        "share of training rows held out when val_files is null; 0 = no validation",
+        "fraction of the training rows held out if val_files is null; 0 = no validation",
         within("[0, 1)"),
     )
     train_batch_size: int = key(
@@ -102,7 +102,7 @@ class DataConfig:
     max_length: int = key(2048, "maximum tokens per sample", at_least(1))
     truncation: str = key(
         "error",
-        "what happens to longer samples: error | left | right (cut that side) | drop | split (cut "
+        "handling of longer samples: error | left | right (cut that side) | drop | split (cut "
         "plain text into several samples)",
         one_of("error", "left", "right", "drop", "split"),
     )
@@ -119,7 +119,8 @@ class DataConfig:
     response_key: str | None = key(None, "single-turn data: column with the assistant's text")
     text_key: str | None = key(
         None,
-        "column with plain text, for continued pretraining; all of it and an end token are trained",
+        "column with plain text, for continued pretraining; the whole text and an end token are "
+        "trained",
     )
     chat_template: str | None = key(
         None,
@@ -148,8 +149,8 @@ class DataConfig:
     )
     special_in_content: str = key(
         "error",
-        "if a message contains tokens that the template writes around turns: error (the row is bad) "
-        "| parse (train them as special tokens)",
+        "messages that contain tokens that the template writes around turns: error (the row is "
+        "bad) | parse (train them as special tokens)",
         one_of("error", "parse"),
     )
     train_max_samples: int = key(
@@ -159,8 +160,8 @@ class DataConfig:
     )
     on_bad_row: str = key(
         "error",
-        "unusable rows: error (list them and stop) | skip (count and list them; stop if they are "
-        "more than half of all rows)",
+        "unusable rows: error (list them and stop) | skip (count and list them; stop if more than "
+        "half of all rows are unusable)",
         one_of("error", "skip"),
     )
     num_workers: int = key(
@@ -222,9 +223,7 @@ def sources_of(data: DataConfig, name: str) -> list[Source]:
 
 
 def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> Source:
-    """Return a source with the settings of `data` where it has none of its own. Raises
-    `ConfigError`.
-    """
+    """Return a source whose missing settings are filled in from `data`. Raises `ConfigError`."""
     if name == "val_files" and given.repeat != 1:
         raise ConfigError(
             f"'{dotted}.repeat' must be 1, got {given.repeat:g}: validation uses every row exactly "

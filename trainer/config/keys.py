@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the known word nearest to a mistyped one; '' if none is
+    """Return a question that suggests the known word closest to a mistyped one; '' if none is
     similar.
     """
     near = difflib.get_close_matches(word, list(known), n=1)
@@ -26,10 +26,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def names_matching(pattern: str, names: Iterable[str], *, key: str, kind: str) -> list[str]:
-    """Return the names in which a regular expression is found. Raises `ConfigError` for an invalid
-    expression, and if no name matches.
+    """Return the names that contain a match of a regular expression. Raises `ConfigError` for an
+    invalid expression, and if no name matches.
 
-    Error messages contain `key` and `kind`, which says what the names refer to.
+    Error messages contain `key` and `kind` (the things that have the names).
     """
     known = list(names)
     try:
@@ -64,7 +64,7 @@ def is_group(kind: Any) -> TypeGuard[type]:
 
 
 def declared(cls: type) -> dict[str, "Field[Any]"]:
-    """Return the fields of a group that are keys or groups, by the user's name."""
+    """Return the keys and subgroups of a group, by the names that users write."""
     return {
         own.metadata.get("name") or own.name: own
         for own in fields(cls)
@@ -85,7 +85,7 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, "Field[Any]"]:
 
 
 def one_of(*allowed: str) -> Check:
-    """Allow these words, and lists of them. A bool counts as its YAML word."""
+    """Allow these words, and lists of them. A bool counts as its YAML spelling."""
 
     def check(value: Any) -> str:
         for item in value if isinstance(value, list) else [value]:

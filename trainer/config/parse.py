@@ -1,6 +1,6 @@
 """Builds and checks a `Config` from the values of keys. Each value is converted to its key's type.
 
-The message for a mistyped key suggests the nearest known one.
+The message for a mistyped key suggests the closest known one.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ def to_config(tree: DictConfig, implementations: Implementations | None = None) 
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
-    """Build a group, or an entry of a list, from the values of its keys. Append what is wrong to
+    """Build a group, or an entry of a list, from the values of its keys. Append errors to
     `problems`.
     """
     keys = declared(cls)
@@ -179,9 +179,7 @@ def parse_recorded(values: Mapping[str, Any]) -> Config:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield a message with a fix for each contradiction between keys that are each valid on their
-    own.
-    """
+    """Yield a message with a fix for each contradiction between individually valid keys."""
     data = config.data
     model = config.model
     trainer = config.trainer

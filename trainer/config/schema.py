@@ -74,7 +74,7 @@ class FsdpConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model, and which parts of it are trained."""
+    """The model and its trained parts."""
 
     partial_pretrain: str = key(
         QUICKSTART,
@@ -87,10 +87,10 @@ class ModelConfig:
     new_tokens: list[str] = key(
         [],
         'special tokens to add, e.g. for a chat template: ["<|im_start|>","<|im_end|>"]; their '
-        "embeddings start as the mean of all others plus a little noise",
+        "embeddings start at the mean of all others plus a little noise",
         where(all, "must not be empty"),
     )
-    trust_remote_code: bool = key(False, "run Python code that comes with the model")
+    trust_remote_code: bool = key(False, "allow Python code that comes with the model")
     master_dtype: str = key(
         "float32",
         "dtype of trained parameters: float32 | bfloat16 (updates use stochastic rounding)",
@@ -152,18 +152,19 @@ class ModelConfig:
     )
     freeze: list[str] = key(
         [],
-        "parameters that are not trained, by regular expressions found in their names, e.g. "
+        "parameters to freeze, as regular expressions for parts of their names, e.g. "
         "['embed_tokens', 'layers\\.[0-3]\\.']",
     )
     ulysses_sequence_parallel_size: int = key(
         1,
-        "number of ranks that split the tokens of a micro-batch, for long documents; each holds up "
-        "to data.max_token_len_per_gpu tokens; must divide the number of ranks and of attention heads",
+        "number of ranks that split the tokens of a micro-batch, for long documents; each rank "
+        "holds up to data.max_token_len_per_gpu tokens; must divide the number of ranks and of "
+        "attention heads",
         at_least(1),
     )
     expert_parallel_size: int = key(
         1,
-        "mixtures of experts: number of ranks that split the experts, to which tokens are sent "
+        "mixtures of experts: number of ranks that split the experts; tokens are sent to them "
         "instead of gathering the experts; must divide the number of ranks that shard the model",
         at_least(1),
     )
@@ -181,8 +182,8 @@ class OptimGroup:
 
     match: str = key(
         MISSING,
-        "regular expression found in the names of the group's trained parameters; a parameter "
-        "belongs to the first entry that matches",
+        "regular expression for a part of the names of the group's trained parameters; a "
+        "parameter belongs to the first entry that matches",
         not_empty,
     )
     lr_scale: float = key(1.0, "factor for the learning rate", positive)
@@ -208,7 +209,7 @@ class OptimConfig:
     )
     betas: list[float] = key(
         [0.9, 0.95],
-        "AdamW: decay of the first and second moment",
+        "AdamW: decay rates of the first and second moment",
         where(
             lambda betas: len(betas) == 2 and all(0 <= b < 1 for b in betas),
             "must be two numbers in [0, 1)",
@@ -223,7 +224,7 @@ class OptimConfig:
     weight_decay: float = key(0.01, "weight decay; not applied to norms and biases", not_negative)
     groups: list[OptimGroup] = key(
         [],
-        "different settings for some parameters, e.g. [{match: embed_tokens, lr_scale: 0.1, "
+        "separate settings for some parameters, e.g. [{match: embed_tokens, lr_scale: 0.1, "
         "weight_decay: 0}]: a regular expression for names, a factor for the learning rate (default "
         "1), a weight decay (default: no change)",
     )
@@ -282,7 +283,7 @@ class GuardConfig:
     on_diverging: str = key(
         "warn",
         "reaction to a rising loss: warn | rollback (to an earlier checkpoint, skipping the "
-        "suspicious batches) | stop; in any case, 5 steps in a row without a finite loss and "
+        "suspicious batches) | stop; in any case, 5 consecutive steps with a non-finite loss or "
         "gradient stop the run (exit 76)",
         one_of("warn", "rollback", "stop"),
     )
@@ -369,7 +370,9 @@ class TrainerConfig:
         100, "save a checkpoint every N steps and at the end; -1 = only at the end", count_or_all
     )
     save_every: str | None = key(
-        None, "also save if this time has passed since the last checkpoint: 30m, 2h", duration
+        None,
+        "also save when this much time has passed since the last checkpoint: 30m, 2h",
+        duration,
     )
     test_freq: int = key(
         50, "validate every N steps and at the end; -1 = only at the end", count_or_all
@@ -409,13 +412,13 @@ class TrainerConfig:
     )
     early_stop_patience: int | None = key(
         None,
-        "end the run (exit 0) after this many validations in a row without a better val/loss",
+        "end the run (exit 0) after this many consecutive validations without a better val/loss",
         at_least(1),
     )
     log_every: int | None = key(
         None,
         "steps between console lines; null = about 50 lines per epoch; metrics.jsonl and trackers "
-        "get every step",
+        "receive every step",
         at_least(1),
     )
     trace: bool = key(False, "record the phases of all ranks in trace/, for Perfetto")

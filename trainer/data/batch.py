@@ -1,4 +1,4 @@
-"""The batch types that data, model and training loop share.
+"""The batch types that the data loader, the model and the training loop share.
 
 Shape suffixes: T packed tokens of a micro-batch, D documents in it, S supervised positions.
 """
@@ -163,10 +163,10 @@ class LossOutput(NamedTuple):
     unless the model trains a different loss.
     """
     hits_S: Tensor
-    """True where the label was the likeliest token; ties count."""
+    """True where the label was the most likely token; ties count as hits."""
     terms_K: Tensor | None = None
-    """Sums of the training loss's other terms, without the main one; float64, without gradient. Empty
-    if no position is supervised.
+    """Sums of the training loss's additional terms, float64, without gradient. Empty if no position
+    is supervised.
     """
 
 

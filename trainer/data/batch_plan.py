@@ -7,7 +7,7 @@ only for its batch, so no process keeps a list of all rows. The same permutation
 validation rows.
 
 A global batch is a set of rows. A row is one sample, or several samples if a conversation is
-divided by turns. Counts of samples in an epoch, batch or position count such a row once.
+divided by turns. Epoch, batch and position count such a row as one sample.
 """
 
 import math
@@ -37,7 +37,7 @@ class Share:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in each epoch. Half a sample is rounded up."""
+        """Number of samples in each epoch, rounded half up."""
         return math.floor(self.num_rows * self.repeat + 0.5)
 
 
@@ -84,10 +84,9 @@ def rows_at(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (index of the source, row in the source) for each place of an epoch; int64.
 
-    If an epoch trains only some rows of a source once more than the others, it takes these rows
-    from a fixed permutation of the source, and the next epoch continues where this one stopped. So
-    after any epoch, the numbers of times that any two rows of a source were trained differ by at
-    most one.
+    If an epoch trains some rows of a source once more than the others, it takes these rows from a
+    fixed permutation of the source, and the next epoch continues where this one stopped. So after
+    any epoch, the repeat counts of any two rows of a source differ by at most one.
     """
     bounds = np.cumsum([0, *(share.num_samples for share in shares)])
     slots = permuted(places, int(bounds[-1]), seeding.key("epoch", seed, epoch))
@@ -130,7 +129,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which a run trains rows, beginning at `start`. Each step trains the next
+    """The order in which a run trains rows, starting at `start`. Each step trains the next
     `batch_size` rows of its epoch; the last step of an epoch trains the remaining ones.
 
     A schedule that starts at a position of a previous one continues its order, even with a
@@ -157,7 +156,7 @@ class Schedule:
 
     @property
     def _steps_skipped(self) -> int:
-        """Number of steps by which the epoch of `start` is shorter than a whole one."""
+        """Number of steps by which the epoch of `start` is shorter than a full epoch."""
         num_left = max(0, self.num_samples - self.start.samples_consumed)
         return self.steps_per_epoch - math.ceil(num_left / self.batch_size)
 
@@ -188,7 +187,7 @@ class Schedule:
         """Row ids of the first epoch, from the shortest row to the longest, int64. Rows of equal
         length are shuffled.
         """
-        assert self.lengths is not None, "this order needs the lengths of the rows"
+        assert self.lengths is not None, "this order needs the row lengths"
         ids = shuffled(self, np.arange(self.num_samples), epoch=0)
         return ids[np.argsort(self.lengths[ids], kind="stable")]
 
@@ -223,7 +222,7 @@ class RankPlan:
     limits: Limits
     quadratic_cost: float
     window_costs: Mapping[int, float] = field(default_factory=dict)
-    """{sliding window in tokens: cost factor of the layers with this window}."""
+    """{sliding window in tokens: cost factor of the layers with that window}."""
     pin_memory: bool = False
     share: tuple[int, int] = (0, 1)
     """(index, number of shares). The ranks that form a data rank each hold one share of the tokens
@@ -231,8 +230,8 @@ class RankPlan:
     """
 
     def deal(self, lengths: np.ndarray) -> list[list[list[int]]]:
-        """Deal the samples of one global batch to data ranks as micro-batches within the limits,
-        balanced by cost.
+        """Divide the samples of one global batch into micro-batches within the limits, and balance
+        them over data ranks by cost.
 
         `lengths` [samples] are token counts. Returns an equal number of micro-batches for each data
         rank. A micro-batch is a list of indices into `lengths`, possibly empty. A sample of n
@@ -243,8 +242,8 @@ class RankPlan:
         max_samples = self.limits.max_samples or math.inf
         if lengths.size and lengths.max() > max_tokens:
             raise ConfigError(
-                f"data.max_token_len_per_gpu={max_tokens} is less than a sample's "
-                f"{int(lengths.max())} tokens.\nFix: raise it, or lower data.max_length"
+                f"data.max_token_len_per_gpu={max_tokens} is less than the {int(lengths.max())} "
+                f"tokens of a sample.\nFix: raise it, or lower data.max_length"
             )
         costs = lengths + self.quadratic_cost * lengths.astype(np.float64) ** 2
         for window, cost in self.window_costs.items():
@@ -257,7 +256,7 @@ class RankPlan:
         load = np.array([costs[members].sum() for members in bins])
         num_each = len(bins) // self.num_data_ranks
         dealt = _fill(load, load, self.num_data_ranks, math.inf, num_each)
-        assert dealt is not None, "every rank gets the same number"
+        assert dealt is not None, "every rank gets equally many"
         return [[bins[index] for index in members] for members in dealt]
 
 
@@ -293,8 +292,8 @@ def _fill(
 def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, float]:
     """Return mean, minimum, maximum and 95th percentile of prompt, completion and total tokens.
 
-    The arguments are integer arrays [samples]. The completion is the supervised tokens, the prompt
-    all others.
+    The arguments are integer arrays [samples]. The completion consists of the supervised tokens,
+    the prompt of all others.
     """
     kinds = {"prompt": lengths - num_loss_tokens, "completion": num_loss_tokens, "total": lengths}
     facts: dict[str, float] = {}

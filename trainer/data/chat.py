@@ -25,7 +25,7 @@ READ_KEYS = frozenset(("role", "content", "tool_calls", *REASONING_KEYS))
 
 @dataclass(frozen=True)
 class Prompt:
-    """The text before the answer of a row, its tokens, and the answer."""
+    """The text before a row's answer, its tokens, and the answer."""
 
     text: str
     ids: list[int]
@@ -71,19 +71,19 @@ class RowEncoder:
             return [self._masked(part) for part in self._parts(item)]
         except RecursionError:
             raise UnusableError(
-                "nested too deeply: the row has hundreds of lists or objects inside each other"
+                "nested too deeply: the row has hundreds of nested lists or objects"
             ) from None
 
     def is_plain_text(self, row: Row) -> bool:
-        """Return True if training reads a row as plain text."""
+        """Return True if training treats a row as plain text."""
         with suppress(UnusableError, RecursionError):
             return isinstance(self._parser.parse(row), Continuation)
         return False
 
     def prompt(self, row: Row, *, is_text: Callable[[], bool]) -> Prompt:
-        """Return the prompt of a row's last answer, as in training, also if the row lacks the
-        answer. `is_text` says whether a lone `prompt` is plain text or a user message. Raises
-        `UnusableError`.
+        """Return the prompt before a row's last answer, as in training. The row may lack the
+        answer. `is_text`: True if `prompt` without other columns is plain text, False if it is a
+        user message. Raises `UnusableError`.
         """
         item = self._parser.question(row, is_text=is_text)
         if isinstance(item, Conversation):
@@ -96,7 +96,7 @@ class RowEncoder:
             text = item.prompt
             answer = self._without_end(item.text)
         else:
-            raise UnusableError("no question: the row holds tokens")
+            raise UnusableError("no question: the row contains token ids")
         if not text:
             raise UnusableError("no question: the row has nothing before its answer")
         ids = self._finder.ids(text)
@@ -105,7 +105,8 @@ class RowEncoder:
         return Prompt(text, ids, answer or None)
 
     def _parts(self, item: Conversation) -> Sequence[Part]:
-        """Render a conversation and divide it into samples as `data.turns` and `data.train_on` say.
+        """Render a conversation and divide it into samples according to `data.turns` and
+        `data.train_on`.
 
         Raises `UnusableError`.
         """
@@ -150,9 +151,7 @@ class RowEncoder:
         return self._templates[source]
 
     def _encoded_text(self, item: Continuation) -> Encoded:
-        """Return the sample of a prompt and its text, which is supervised. Raises
-        `UnusableError`.
-        """
+        """Return the sample of a prompt and a supervised text. Raises `UnusableError`."""
         text = self._without_end(item.text)
         if not text.strip():
             raise UnusableError("empty text: there is nothing to supervise")
@@ -170,7 +169,7 @@ class RowEncoder:
         return Encoded(np.array(ids, dtype=np.int32), loss_mask)
 
     def _begun(self, ids: list[int]) -> list[int]:
-        """Return the ids of a text after those that the tokenizer puts before it."""
+        """Return the ids of a text, preceded by the ids that the tokenizer adds before it."""
         lead, _ = self._text_ends
         return ids if ids[: len(lead)] == lead else lead + ids
 
@@ -179,7 +178,7 @@ class RowEncoder:
 
     @cached_property
     def _text_ends(self) -> tuple[list[int], int]:
-        """The ids that the tokenizer puts before a text, and the id of its end token. Raises
+        """The ids that the tokenizer adds before a text, and the id of its end token. Raises
         `DataError` if the tokenizer has no end token.
         """
         tokenizer = self.tokenizer
@@ -223,7 +222,7 @@ class RowEncoder:
                     "split token: one token holds the end of the prompt and the beginning of the "
                     "supervised text, and this tokenizer changes the text if they are separated; "
                     "remove whitespace from the beginning of the text, or from the end of the "
-                    "prompt (of a template's header: data.chat_template)"
+                    "prompt (if that is a header of the template, change data.chat_template)"
                 )
         return input_ids, bounds
 
@@ -231,7 +230,7 @@ class RowEncoder:
         return str(self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     def _note_ends(self, sample: Encoded) -> None:
-        """Remember the special tokens that end supervised parts of a row that holds tokens."""
+        """Record the special tokens that end supervised parts of a row with token ids."""
         is_last = sample.loss_mask & ~np.append(sample.loss_mask[1:], False)
         for number in sample.input_ids[is_last].tolist():
             if number in self._added_tokens and self._added_tokens[number].special:

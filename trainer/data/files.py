@@ -49,7 +49,7 @@ def _resolve_one(entry: str) -> list[Path]:
     if not paths and glob.has_magic(entry):
         paths = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]
     if not paths:
-        fix = "name an existing path or glob"
+        fix = "use an existing path or glob"
         if HUB_ID.fullmatch(entry) and not entry.endswith(SUFFIXES):
             fix += f", or hf://{entry}:train for a dataset of the Hub"
         raise DataError(f"no file matches '{entry}' (current directory: {Path.cwd()}).\nFix: {fix}")
@@ -79,9 +79,9 @@ def _check_file(path: Path) -> None:
 
 
 def dataset_files(address: str) -> list[Path]:
-    """Return the files of a dataset split, in order. Missing files are downloaded.
+    """Return the files of a dataset split, in order. Downloads missing files.
 
-    A branch, or no revision, means the commit in the Hub's cache if there is one, so that every
+    For a branch, or without a revision, a commit in the Hub's cache takes precedence, so that every
     start uses the same commit. Raises `DataError`.
     """
     if (found := ADDRESS.fullmatch(address)) is None:
@@ -96,8 +96,8 @@ def dataset_files(address: str) -> list[Path]:
         root, files = _cached(name, revision, split)
         if not files:
             raise DataError(
-                f"'{address}': the dataset has no such split.\n"
-                f"Fix: name a file instead of the split (the dataset has "
+                f"'{address}': the dataset does not have this split.\n"
+                f"Fix: use a file name instead of the split (the dataset has "
                 f"{', '.join(others[:NUM_NAMED]) or 'none'}), or try the Hub's parquet conversion: "
                 f"hf://{name}@refs/convert/parquet:default/train"
             )
@@ -130,7 +130,7 @@ def _patterns(split: str) -> list[str]:
 
 def _cached(name: str, revision: str | None, split: str) -> tuple[Path, list[Path]]:
     """Return the cached directory of a commit, and the relative paths of the split's files in it.
-    There are none if the commit is not in the cache.
+    The list is empty if the commit is not in the cache.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

@@ -21,7 +21,7 @@ Record = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FLAGS = ("weight", "train", "trainable", "loss_mask")
-"""Keys of an assistant message that exclude its turn from the loss if they are 0 or false."""
+"""Keys of an assistant message that exclude its turn from the loss if their value is 0 or false."""
 SHAREGPT = "conversations"
 SHAREGPT_ROLES = {
     "human": "user",
@@ -113,7 +113,7 @@ class RowParser:
     def question(self, row: Row, *, is_text: Callable[[], bool]) -> Item:
         """Return the item of a row that may have no answer: `prompt` alone is a question.
 
-        `is_text` says whether such a prompt is plain text or a user message. Raises
+        `is_text`: True if such a prompt is plain text, False if it is a user message. Raises
         `UnusableError`.
         """
         try:
@@ -189,7 +189,7 @@ class RowParser:
         return Conversation(messages, tools, untrained)
 
     def _tokens(self, record: Record) -> Encoded:
-        """Check ids and mask that were made elsewhere. Raises `UnusableError`."""
+        """Check ids and a mask that another program made. Raises `UnusableError`."""
         digest, num_ids = self._vocabulary
         if record.get("vocabulary_digest") is None:
             raise UnusableError(
@@ -218,7 +218,7 @@ class RowParser:
         if not masks:
             raise UnusableError("bad tokens: 'input_ids' requires a 'loss_mask' or 'labels' column")
         if not np.array_equal(masks[0], masks[-1]):
-            raise UnusableError("bad tokens: 'loss_mask' and 'labels' supervise different tokens")
+            raise UnusableError("bad tokens: 'loss_mask' and 'labels' mark different tokens")
         known = f"0 to {num_ids - 1} in this tokenizer"
         _require("input_ids", ids, (ids >= 0) & (ids < num_ids), known)
         return Encoded(ids, masks[0])
@@ -273,7 +273,7 @@ def _found(row: Row) -> str:
 
 
 def _proposal(row: Row) -> str:
-    """Return a hint with the override that reads a column with a common name."""
+    """Return a hint that names the override for a column with a common name."""
 
     def first(names: str) -> str | None:
         pattern = re.compile(rf"(.*\.)?({names})", re.IGNORECASE)
@@ -399,8 +399,8 @@ def _checked_message(message: Any, index: int) -> Message:
 
 
 def _is_trained(message: Message, index: int) -> bool:
-    """Remove the training flags from a message, so that templates cannot read them. Return False if
-    they exclude it from the loss. Raises `UnusableError`.
+    """Remove the training flags from a message to hide them from templates. Return False if they
+    exclude it from the loss. Raises `UnusableError`.
     """
     flags = {name: message.pop(name) for name in FLAGS if name in message}
     given = " and ".join(f"{name}={value!r}" for name, value in flags.items())
@@ -445,7 +445,7 @@ def _tools(tools: Any, key: str) -> list[dict[str, Any]] | None:
 
 
 def _json(value: Any) -> Any:
-    """Return the value of JSON text; any other value unchanged."""
+    """Parse JSON text; return any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:

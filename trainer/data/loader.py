@@ -134,7 +134,7 @@ class TrainLoader:
         num_workers: int,
         skipped_steps: frozenset[int] = frozenset(),
     ) -> None:
-        """The batches of `skipped_steps` are not trained."""
+        """Batches of `skipped_steps` are not used for training."""
         self._samples = samples
         self.plan = plan
         self.schedule = schedule
@@ -142,9 +142,7 @@ class TrainLoader:
         self._skipped_steps = skipped_steps
         self.last_step = total_steps
         self.step = schedule.start.step
-        """The last step that was yielded, which is also the number of finished steps once it has
-        been trained.
-        """
+        """The last yielded step; once it has been trained, also the number of finished steps."""
         self._loader: StatefulDataLoader[StepBatch] | None = None
 
     def __iter__(self) -> Generator[StepBatch]:
@@ -199,9 +197,9 @@ class TrainLoader:
         return self.schedule.position(self.step)
 
     def follows(self, earlier: Position) -> bool:
-        """Return True if the steps after an earlier position lead to the present one.
+        """Return True if the steps after an earlier position lead to the current one.
 
-        They do not if the batch size was different for some of them.
+        They do not if some of them used a different batch size.
         """
         schedule = dataclasses.replace(self.schedule, start=earlier)
         return schedule.position(self.step) == self.position
@@ -228,8 +226,8 @@ class TrainLoader:
             )
         if self.position.epoch > self.schedule.start.epoch:
             logger.warning(
-                "the data became shorter: an epoch now has %s samples, and this one has already "
-                "trained %s, so training continues with the next epoch",
+                "the data is shorter than before: an epoch now has %s samples, but this epoch has "
+                "already trained %s, so training continues with the next epoch",
                 f"{self.schedule.num_samples:,}",
                 f"{self.schedule.start.samples_consumed:,}",
             )

@@ -28,8 +28,8 @@ class Part(MarkedText):
 
 
 class Renderings:
-    """Renders one conversation with one template: in full, and for each turn the messages before it
-    and the messages through it.
+    """Renders one conversation with one template: in full, and for each turn the messages up to it,
+    with and without the turn itself.
     """
 
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
@@ -46,8 +46,8 @@ class Renderings:
         `data.turns`.
 
         `together` makes one sample of the whole conversation, `apart` one sample of each turn.
-        `auto` divides the conversation only if a turn looks different in its whole rendering than
-        on a server. Raises `UnusableError`.
+        `auto` divides the conversation only if a turn looks different in the full rendering than on
+        a server. Raises `UnusableError`.
         """
         seen.num_conversations += 1
         if not trained:
@@ -71,8 +71,9 @@ class Renderings:
         if num_missing:
             number = trained[served.index(None)] + 1
             raise problem or UnusableError(
-                f"chat template: message {number} (assistant) does not begin with its generation "
-                f"prompt's header; change data.apply_chat_template_kwargs or data.chat_template, "
+                f"chat template: message {number} (assistant) does not begin with the header of "
+                f"the generation prompt; change data.apply_chat_template_kwargs or "
+                f"data.chat_template, "
                 f"or set data.turns=together"
             )
         seen.num_apart += 1
@@ -167,7 +168,7 @@ class Renderings:
             yield start, end
 
     def _turn_start(self, index: int) -> int:
-        """Return the position at which the text of a turn begins in the whole rendering, after its
+        """Return the position at which the text of a turn begins in the full rendering, after its
         header.
 
         Raises `UnusableError` if the rendering of earlier messages depends on later ones.
@@ -190,9 +191,7 @@ class Renderings:
         )
 
     def _turn_end(self, index: int, start: int, limit: int) -> int:
-        """Return the position at which a turn ends in the whole rendering; -1 if it is not
-        found.
-        """
+        """Return the position at which a turn ends in the full rendering; -1 if it is not found."""
         text = self._whole
         closed = self._closed(index)
         if text.startswith(closed):
@@ -247,9 +246,9 @@ class Renderings:
         )
 
     def _header_end(self, index: int) -> int | None:
-        """Return where the turn's header ends in a rendering that writes the messages before it
-        differently than the prompt does; None if it is not found. The search begins at a mark in
-        the last of these messages.
+        """Return where the turn's header ends, if the rendering writes earlier messages differently
+        than the prompt does; None if it is not found. The search begins at a mark in the message
+        before the turn.
         """
         base = self._upto(index)
         prompt = self._upto(index, prompt=True)
@@ -270,7 +269,9 @@ class Renderings:
 
 
 def _shows(together: Part, parts: list[Part]) -> bool:
-    """Return True if a whole conversation contains each turn, and all before it, as its part does."""
+    """Return True if the full conversation contains each turn, and the text before it, as its part
+    does.
+    """
     return together.spans == [span for part in parts for span in part.spans] and all(
         together.text[:end] == part.text[:end] for part in parts for _, end in part.spans
     )
@@ -284,14 +285,14 @@ TEXT = "text"
 CALLS = "tool_calls"
 REASONING = "reasoning"
 Marks = dict[str, tuple[int, str]]
-"""{mark: (index of the message, part of the message) in which it is}."""
+"""{mark: (index of the message, part of the message) that contains it}."""
 
 
 def count_missing_reasoning(template: ChatTemplate, part: Part, tools: Tools) -> int:
     """Return the number of supervised turns in a sample that are rendered without their reasoning.
 
-    If the text of the turns does not contain them word for word, each part gets a mark, and the
-    marks are searched in a second rendering. Raises `UnusableError` for a turn that is rendered
+    If the text of the turns does not contain the reasoning verbatim, each part gets a mark, and a
+    second rendering is searched for the marks. Raises `UnusableError` for a turn that is rendered
     without its text or tool calls.
     """
     messages = part.messages

@@ -155,8 +155,8 @@ def _pieces(sample: Encoded, max_length: int) -> list[Encoded]:
 def prepare_blocks(
     encoder: RowEncoder, blocks: Iterable[Located]
 ) -> Generator[PreparedRows, None, None]:
-    """Yield the prepared blocks in order, reading only a limited number ahead. Raises `DataError` in
-    the same cases as the encoder.
+    """Yield the prepared blocks in order, reading only a limited number ahead. Raises `DataError`
+    if the encoder does.
     """
     blocks = iter(blocks)
     first = list(islice(blocks, 2))
@@ -179,8 +179,8 @@ def prepare_blocks(
             yield running.popleft().result()
     except BrokenProcessPool as error:
         raise RuntimeError(
-            f"one of {num_processes} processes that prepare data was killed, most likely because "
-            f"memory ran out.\nFix: run fewer of them by using fewer CPUs (taskset -c 0-3 …)"
+            f"one of the {num_processes} data preparation processes was killed, most likely for "
+            f"lack of memory.\nFix: run fewer processes by using fewer CPUs (taskset -c 0-3 …)"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

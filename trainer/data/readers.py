@@ -1,4 +1,4 @@
-"""Streams the rows of files."""
+"""Streams the rows of data files."""
 
 import io
 import json
@@ -21,7 +21,7 @@ BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class RowBlock:
-    """Consecutive rows of one file. The process that prepares them parses them."""
+    """Consecutive rows of one file. They are parsed later, by the process that prepares them."""
 
     path: Path
     content: list[tuple[int, Any]] | pa.RecordBatch
@@ -38,7 +38,7 @@ class RowBlock:
         return replace(self, content=self.content[:count])
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows. A row that cannot be read has a `problem`."""
+        """Yield the rows. An unreadable row has a `problem`."""
         content: Iterable[tuple[int, Any]] = self.content
         if isinstance(content, pa.RecordBatch):
             content = enumerate(_records(content), start=self.first)
@@ -218,7 +218,7 @@ def _records(batch: pa.RecordBatch) -> list[object]:
 
 
 def _without_nulls(value: object) -> object:
-    """Remove the nulls that parquet adds to give all structs of a column the same fields."""
+    """Remove the nulls that parquet adds so that all structs of a column have the same fields."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -16,7 +16,7 @@ NUM_COLUMNS = 30
 
 
 class UnusableError(Exception):
-    """The reason why a row cannot be trained on, as `kind: detail`."""
+    """The reason why a row cannot be used for training, as `kind: detail`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Row:
     record: Any
     """Values by column name. If the row cannot be read, its raw content."""
     unread: tuple[str, ...] = ()
-    """Names of the file's other columns, which are not in `record`."""
+    """Names of the file's columns that are not in `record`."""
     problem: UnusableError | None = None
     """The reason why the row cannot be read, if any."""
 
@@ -65,8 +65,8 @@ class Summary:
     num_loss_tokens: int = 0
     num_cut_tokens: int = 0
     num_without_reasoning: int = 0
-    """Number of supervised turns whose reasoning the template leaves out. This count and the next
-    three include rows that are not trained.
+    """Number of supervised turns whose reasoning the template omits. This count and the next three
+    include rows that are not trained.
     """
     num_conversations: int = 0
     num_apart: int = 0
@@ -80,7 +80,7 @@ class Summary:
     unread_columns: Counter[str] = field(default_factory=Counter)
     """Number of rows by column that their format does not read; only the first `NUM_COLUMNS`."""
     end_token_ids: set[int] = field(default_factory=set)
-    """Tokens that end an assistant turn or a text, and at which generation must stop."""
+    """Tokens that end an assistant turn or a text; generation must stop at them."""
     fingerprint: str = ""
 
     @property
@@ -95,7 +95,7 @@ class Summary:
         self.unread_columns = Counter(dict(islice(self.unread_columns.items(), NUM_COLUMNS)))
 
     def take(self) -> "Summary":
-        """Return these counts, and reset them."""
+        """Return the counts, and reset them."""
         taken = replace(self)
         vars(self).update(vars(Summary()))
         return taken

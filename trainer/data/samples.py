@@ -24,8 +24,8 @@ BLOCK_TOKENS = 1 << 18
 class MappedFile:
     """One file of a prepared directory, mapped into memory as long as this object exists.
 
-    Renaming, replacing or deleting the file does no harm. Writing to the file changes the mapped
-    data, and truncating it kills a process that reads past its new end.
+    Renaming, replacing or deleting the file is harmless. Writing to it changes the mapped data, and
+    truncating it kills a process that reads past the new end.
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
@@ -39,7 +39,7 @@ class MappedFile:
     def require_unchanged(self) -> None:
         """Raise `ResumableError` if the content changed. The check takes about a microsecond.
 
-        If only the modification time changed, as after `touch`, the file is hashed.
+        If only the modification time changed (`touch`), the file is hashed.
         """
         now = self._size_and_time()
         if now == self._state:
@@ -141,8 +141,8 @@ class SourceSamples:
 
     @property
     def share(self) -> Share:
-        """The number of rows, and how often an epoch trains them. Raises `DataError` if it trains
-        none of them.
+        """The number of rows, and how often an epoch trains them. Raises `DataError` if an epoch
+        would train no row.
         """
         share = Share(len(self.indices), self.repeat)
         if not share.num_samples and share.num_rows:
@@ -180,7 +180,7 @@ class SourceSamples:
 
 
 class Samples:
-    """The samples of all sources. Sample ids count from source to source, and so do row ids."""
+    """The samples of all sources. Sample ids and row ids are numbered consecutively across sources."""
 
     def __init__(self, sources: Sequence[SourceSamples]) -> None:
         self.sources = tuple(sources)
@@ -242,7 +242,7 @@ class Samples:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each sample, int64. Every access reads them from the cache again."""
+        """Number of tokens of each sample, int64. Each access reads them from the cache again."""
         return self.counts(np.arange(len(self)))[0]
 
     def sample(self, sample_id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,12 +22,12 @@ data may be malicious.
 """
 NUM_PLACES = 5
 MAX_PREVIEW = 1600
-"""Maximum number of characters shown of the sample at the start of a run, which fill a screen
-together with the other lines.
+"""Maximum number of characters of the sample shown at the start of a run. With the other lines,
+they fill a screen.
 """
 NUM_COMPARED = 256
 MAX_CANDIDATES = 20_000
-"""Maximum numbers of validation and of training samples that the start of a run compares."""
+"""Maximum numbers of validation and training samples compared at the start of a run."""
 MAX_SHARE_IN_TRAIN = 0.1
 TURNS = {
     "num_apart": "conversations divided into one sample per turn (data.turns)",
@@ -65,7 +65,7 @@ def shown(
     samples: Samples, tokenizer: PreTrainedTokenizerBase, *, num_each: int, seed: int
 ) -> Iterator[str]:
     """Yield the place and the text of the first sample of each source, then of the `num_each`
-    longest, least supervised and random samples. No sample comes twice.
+    longest, least supervised and random samples. No sample appears twice.
     """
     ids = np.arange(len(samples))
     numbers = samples.source_of(ids)
@@ -175,7 +175,7 @@ def share_in_train(validation: Samples, train: Samples) -> float:
 
 
 def _sizes(samples: Samples, ids: np.ndarray) -> np.ndarray:
-    """Return one number for each sample, made of its numbers of tokens and of supervised tokens."""
+    """Return one number per sample that combines its token count and its supervised token count."""
     lengths, num_loss_tokens = samples.counts(ids)
     return (lengths << 32) + num_loss_tokens
 
@@ -194,8 +194,8 @@ def announce(
     lr: str,
     device: str,
 ) -> str:
-    """Log the training data, the steps, the rows left out or cut, and the next sample as the model
-    reads it. Return the text of this sample, with its supervised parts in [[…]].
+    """Log the training data, the steps, the rows that were left out or cut, and the next sample as
+    the model sees it. Return the text of this sample, with its supervised parts in [[…]].
     """
     rows = schedule.rows(schedule.start.step + 1)
     counts = _counts(train)

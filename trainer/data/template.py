@@ -43,7 +43,7 @@ TOOL: list[Message] = [
 
 
 class TokenTexts:
-    """Texts of added tokens, looked up in renderings and in conversations."""
+    """The texts of added tokens, for searches in renderings and conversations."""
 
     def __init__(self, texts: set[str]) -> None:
         own = {text for text in texts if text.strip()}  # some vocabularies add runs of spaces
@@ -86,7 +86,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class ChatTemplate:
-    """One jinja template with the variables it is rendered with."""
+    """A jinja template and the variables for rendering it."""
 
     def __init__(
         self,
@@ -134,8 +134,9 @@ class ChatTemplate:
             roles = (message["role"] for message in messages)
             if next((role for role in roles if role != "system"), "assistant") == "assistant":
                 reason += (
-                    "; the conversation begins with an assistant turn, which many templates refuse: "
-                    "begin it with a user message, or choose another template (data.chat_template)"
+                    "; the conversation begins with an assistant turn, which many templates "
+                    "reject: start it with a user message, or choose another template "
+                    "(data.chat_template)"
                 )
             raise UnusableError(
                 f"chat template: cannot render the conversation: {reason}"
@@ -158,7 +159,7 @@ class ChatTemplate:
 
         Servers pass objects to templates, and most templates would quote JSON text a second time. A
         template that fails on objects, or prints them as Python does, was written for JSON text. If
-        a template writes no calls next to an empty text, such as DeepSeek-V3's first one, the empty
+        a template, such as DeepSeek-V3's first one, omits calls next to an empty text, the empty
         text becomes null.
         """
         for empty in ("", None):
@@ -181,7 +182,7 @@ class ChatTemplate:
 
     @cached_property
     def _next_roles(self) -> tuple[str, str]:
-        """The tokens that follow an answer and a tool call."""
+        """The tokens that follow an answer, and those that follow a tool call."""
         return self._next_role(PLAIN[:3]), self._next_role(self._tool_probe[:3])
 
     def _next_role(self, probe: list[Message]) -> str:
@@ -237,8 +238,8 @@ class ChatTemplate:
         return {token for token in self._added if token in text and self._is_mark(token)}
 
     def _is_mark(self, token: str) -> bool:
-        """Return False for a word, which some vocabularies add as a token, and for a tag of a
-        pair.
+        """Return False for a tag of a pair, and for a plain word, which some vocabularies add as a
+        token.
         """
         partner = token.replace("</", "<", 1)
         if partner == token:
@@ -263,8 +264,8 @@ def _as_text(arguments: object) -> object:
 def _with_arguments(
     change: Callable[[object], object], empty: str | None, message: Message
 ) -> Message:
-    """Apply `change` to the arguments of a message's tool calls. If it has no text besides its
-    calls, `empty` becomes its content.
+    """Apply `change` to the arguments of a message's tool calls. If it has tool calls but no text,
+    `empty` becomes its content.
     """
     if not message.get("tool_calls"):
         return message

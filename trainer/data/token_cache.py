@@ -34,8 +34,8 @@ HASHED_BYTES = 1 << 24
 NUM_SHOWN = 10
 """Maximum number of bad rows in an error message, and of files in a progress line."""
 MAX_BAD_FRACTION = 0.5
-"""If more rows are bad, the run ends even with `data.on_bad_row=skip`, because the columns or the
-template are probably wrong, not single rows.
+"""If more rows are bad, the run ends even with `data.on_bad_row=skip`, because probably the columns
+or the template are wrong, not individual rows.
 """
 TOKEN_MODULES = (
     "chat",
@@ -62,8 +62,8 @@ def prepare(
     """Return the samples of `files` from the cache. The first process prepares them if they are
     missing or damaged.
 
-    `progress` is called again and again, also while a different process does the work. Raises
-    `DataError` for rows or files that cannot be trained on, and `CannotWriteError`.
+    `progress` is called repeatedly, even while a different process does the work. Raises
+    `DataError` for rows or files that cannot be used for training, and `CannotWriteError`.
     """
     states = [_state_of(path, progress) for path in files]
     directory = cache_dir / "tokens" / _content_hash(files, states, tokenizer_digest, options)
@@ -131,7 +131,7 @@ def _require_unchanged(
         if _state_of(path, progress) != state:
             raise DataError(
                 f"'{path}' changed while its rows were prepared, so some may be old and some new.\n"
-                f"Fix: rerun when nothing writes to this file, or train on a copy of it"
+                f"Fix: rerun once no program writes to this file, or train on a copy"
             )
 
 
@@ -196,8 +196,8 @@ def _make_whole(
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove the files that killed processes left behind while they prepared this directory (whose
-    lock is held), or another directory that no process is preparing now.
+    """Remove the leftovers of killed processes in this directory (whose lock is held) and in other
+    directories that no process is preparing.
     """
     for leftover in directory.parent.glob("*.tmp-*"):
         lock = leftover.with_name(f"{leftover.name.partition('.tmp-')[0]}.lock")
@@ -224,26 +224,26 @@ def _checksum_lines(directory: Path) -> str:
     )
 
 
-# Rows that cannot be trained on
+# Rows that cannot be used for training
 
 
 def _require_usable(
     summary: Summary, files: list[Path], options: PrepareOptions, staging: Path
 ) -> None:
-    """Raise `DataError` that shows the first bad rows, unless enough rows can be trained on."""
+    """Raise a `DataError` that shows the first bad rows, unless enough rows are usable."""
     is_strict = options.on_bad_row == "error"
     num_bad = summary.num_bad_rows
     num_rows = summary.num_rows
     if not num_rows:
         raise DataError(
-            f"no row to train on in {', '.join(map(str, files))}.\n"
-            f"Fix: name files with at least one row"
+            f"there are no rows in {', '.join(map(str, files))}.\n"
+            f"Fix: use files with at least one row"
         )
     if summary.num_samples and num_bad <= (0 if is_strict else MAX_BAD_FRACTION * num_rows):
         return
     if num_bad == 0:
         raise DataError(
-            f"no row is left to train on: {summary.num_dropped} of {num_rows} rows were dropped "
+            f"no rows are left to train on: {summary.num_dropped} of {num_rows} rows were dropped "
             f"(data.truncation) because they exceed data.max_length={options.max_length}.\n"
             f"Fix: raise data.max_length"
         )
@@ -261,7 +261,8 @@ def _require_usable(
     with listed.open(encoding="utf-8") as file:
         first = list(map(json.loads, islice(file, NUM_SHOWN)))
     lines = [
-        f"{num_bad} of {num_rows} rows cannot be trained on ({summary.num_samples} can): {kinds}"
+        f"{num_bad} of {num_rows} rows cannot be used for training ({summary.num_samples} can): "
+        f"{kinds}"
         f"{stopped}",
         *(f"  {location(Path(row['file']), row['line'])}: {row['reason']}" for row in first),
         f"Fix: {', or '.join(fixes)}; all bad rows are listed in {listed}",

@@ -88,7 +88,7 @@ def _launch(argv: list[str]) -> int:
     if code == EXIT_RESUMABLE:
         # with several machines, only the first may see the run directory
         is_saved = layout.num_nodes > 1 or Path(config.trainer.default_local_dir, POINTER).exists()
-        hint = "resume with" if is_saved else "nothing was saved yet; start again with"
+        hint = "resume with" if is_saved else "nothing has been saved yet; start over with"
         print(f"{hint} the same command", flush=True)
     return code
 
@@ -129,7 +129,7 @@ def _train(launch: "Launch", overrides: list[str]) -> int:
 
 
 def can_bind_numa() -> bool:
-    """Return True on a machine with several NUMA nodes and numactl, which torchrun calls."""
+    """Return True on a machine with several NUMA nodes and with numactl, which torchrun calls."""
     nodes = list(NUMA_NODES.glob("node[0-9]*"))
     return len(nodes) > 1 and shutil.which("numactl") is not None
 

@@ -1,8 +1,8 @@
 """The exit code of a run whose rank was aborted without reporting an error.
 
 When NCCL loses a peer, or a collective times out, torch's watchdog thread ends the rank with
-SIGABRT, and Python code never sees an error. A new start recovers from the loss of a machine. But a
-permanent fault ends ranks in the same way, and a scheduler must not restart such a run forever.
+SIGABRT, and Python code never sees an error. A restart recovers from the loss of a machine. But a
+permanent fault looks the same, and a scheduler must not restart such a run forever.
 """
 
 import json
@@ -43,7 +43,7 @@ def exit_code_after_abort(run_dir: Path, node_rank: int) -> int:
     with suppress(OSError):
         record.unlink()  # a person who starts the run again gets the same number of tries
     print(
-        f"ERROR: {MAX_IN_A_ROW} starts in a row were aborted, and none got past step {step}. A "
+        f"ERROR: {MAX_IN_A_ROW} starts in a row were aborted, and none got past step {step}, so a "
         f"lost machine is unlikely to be the cause.\nFix: read the lines of the ranks above, and "
         f"the output of the other machines",
         file=sys.stderr,

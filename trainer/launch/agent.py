@@ -20,8 +20,8 @@ def run_agent(argv: list[str]) -> int:
     """Run torchrun without its own messages, so that the rank's error is the last line a user
     reads.
 
-    Schedulers signal every process of a job. The agent ignores stop signals, because it would kill
-    the ranks while they save.
+    Schedulers signal every process of a job, so the agent ignores stop signals: it would kill the
+    ranks while they save.
     """
     for number in heeded_signals():
         signal.signal(number, lambda *_: None)

@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 CORES_PER_GPU_RANK = 4
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 1 << 30
-"""NCCL's documentation gives a container this much. Docker's default of 64 MiB is too small."""
+"""The size that NCCL's documentation recommends for containers. Docker's default of 64 MiB is too
+small.
+"""
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One finding of a check. fail: the run would not do what the user asked for. skip: this
+    """One finding of a check. fail: the run would not do what the user requested. skip: this
     machine cannot check it. `fix` is empty if `what` contains the fix.
     """
 
@@ -101,8 +103,8 @@ def _of_config(require: Callable[[Config], object]) -> Check:
 
 
 def cores(launch: Launch) -> Iterator[Checked]:
-    """Warn if the GPU ranks have too few CPU cores for loader and saves. SLURM gives a task one
-    core by default.
+    """Warn if the GPU ranks have too few CPU cores for loader and saves. By default, SLURM gives a
+    task one core.
     """
     num_cores = len(os.sched_getaffinity(0))
     wanted = CORES_PER_GPU_RANK * launch.num_ranks
@@ -116,7 +118,7 @@ def shared_memory(launch: Launch) -> Iterator[Checked]:
     if launch.num_gpus and launch.num_ranks > 1 and free_bytes < MIN_SHARED_BYTES:
         what = (
             f"{SHARED_MEMORY} has {readable(free_bytes)} free, too little for NCCL between "
-            f"{launch.num_ranks} cards"
+            f"{launch.num_ranks} GPUs"
         )
         yield Checked("warn", what, "start the container with --shm-size=1g or more, or --ipc=host")
 
@@ -125,13 +127,13 @@ def limits(launch: Launch) -> Iterator[Checked]:
     locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     has_rdma = launch.num_gpus > 0 and any(RDMA_DEVICES.glob("*"))
     if has_rdma and locked_bytes != resource.RLIM_INFINITY:
-        what = f"this process may lock only {readable(locked_bytes)} of memory, but RDMA locks its buffers"
+        what = f"this process can lock only {readable(locked_bytes)} of memory, but RDMA locks its buffers"
         yield Checked("warn", what, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
 
 
 def network(launch: Launch) -> Iterator[Checked]:
-    """Check the interfaces that the environment names and, with several machines, the way to the
-    first one.
+    """Check the network interfaces named in the environment and, with several machines, the route
+    to the first one.
     """
     interfaces = list(psutil.net_if_addrs())
     for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -142,8 +144,8 @@ def network(launch: Launch) -> Iterator[Checked]:
         # NCCL takes prefixes, and `=name` for a whole name
         prefixes = tuple(word.removeprefix("=") for word in wanted.split(","))
         if not any(name.startswith(prefixes) for name in interfaces):
-            what = f"{key}={wanted} names no network interface here ({', '.join(interfaces)})"
-            yield Checked("fail", what, f"unset {key}, or name one of them")
+            what = f"{key}={wanted} is not a network interface of this machine ({', '.join(interfaces)})"
+            yield Checked("fail", what, f"unset {key}, or set it to one of them")
     if launch.layout.num_nodes == 1:
         return
     master = launch.layout.master_addr
@@ -155,14 +157,14 @@ def network(launch: Launch) -> Iterator[Checked]:
         yield Checked("warn", what, fix)
         return
     if "GLOO_SOCKET_IFNAME" not in os.environ and not gloo_interface(master):
-        what = f"no network interface leads to MASTER_ADDR={master}"
-        fix = "set GLOO_SOCKET_IFNAME to the interface that the other machines reach"
+        what = f"no network interface has a route to MASTER_ADDR={master}"
+        fix = "set GLOO_SOCKET_IFNAME to the interface that the other machines can reach"
         yield Checked("warn", what, fix)
 
 
 def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterator[Checked]:
-    """Read config.json. Check whether the model can be trained, packed or not, and whether engines
-    will refuse it.
+    """Read config.json, and check whether the model can be trained, whether documents are packed,
+    and whether engines will refuse it.
 
     `source`: the place of config.json if the model has no tokenizer.
     """
@@ -179,13 +181,13 @@ def architecture(launch: Launch, source: "ModelSource | None" = None) -> Iterato
     asked = launch.config.data.max_length
     if isinstance(longest, int) and asked > longest:
         what = f"data.max_length={asked}, but engines serve at most the {longest} positions of config.json"
-        fix = f"data.max_length={longest}, or a config.json with the scaling for longer documents"
+        fix = f"set data.max_length={longest}, or set RoPE scaling in config.json"
         yield Checked("warn", what, fix)
     if getattr(found, "auto_map", None):
         what = (
             "the model needs custom code (auto_map in config.json), which engines refuse by default"
         )
-        yield Checked("warn", what, "give the engine its flag (vLLM: --trust-remote-code)")
+        yield Checked("warn", what, "pass the engine's flag (vLLM: --trust-remote-code)")
     for note in packed_lm.notes(found):
         yield Checked("ok", note)
 

@@ -1,4 +1,4 @@
-"""Runs the processes that keep a run's mirror. One prepares the mirror before the ranks start, the
+"""Runs the two processes of a run's mirror. One prepares the mirror before the ranks start; the
 other uploads while they train.
 """
 
@@ -27,15 +27,16 @@ from trainer.runtime.signals import REPEAT_S, heeded_signals
 POLL_S = 0.1
 PEERS_POLL_S = 1.0
 RESTART_AFTER_S = 60.0
-"""Pause before the upload process is started again."""
+"""Pause before the upload process is restarted."""
 
 
 @contextmanager
 def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
-    """Keep the mirror, if there is one, during the block, and wait for the last upload at its end.
+    """Upload to the mirror, if there is one, during the block, and wait for the last upload at its
+    end.
 
-    The first machine keeps the mirror. The others wait until the first machine has restored a
-    checkpoint. Yields an exit code if the run must not begin, else None.
+    Only the first machine uploads. The others wait until it has restored a checkpoint. Yields an
+    exit code if the run must not start, else None.
     """
     url = config.trainer.checkpoint.mirror
     if url is None:
@@ -56,7 +57,7 @@ def mirrored(config: Config, layout: NodeLayout) -> Iterator[int | None]:
 
 
 def warn_if_behind(config: Config) -> None:
-    """Warn if the last upload of a finished run failed. Does not ask the storage."""
+    """Warn if the last upload of a finished run failed. Does not contact the storage."""
     run_dir = Path(config.trainer.default_local_dir)
     steps = mirror_of(run_dir).get("steps")
     has_last = isinstance(steps, list) and read_pointer(run_dir).step in steps
@@ -67,7 +68,7 @@ def warn_if_behind(config: Config) -> None:
 def _warn_that_it_lags(config: Config) -> None:
     trainer = config.trainer
     _say(
-        f"WARNING: {trainer.checkpoint.mirror} lacks the last checkpoints.\n"
+        f"WARNING: {trainer.checkpoint.mirror} lacks the latest checkpoints.\n"
         f"Fix: run `{call(f'mirror {trainer.default_local_dir}')}`"
     )
 
@@ -96,7 +97,7 @@ def _how_it_ended(code: int, config: Config) -> str:
 
 
 def _prepare(config: Config, layout: NodeLayout) -> int | None:
-    """Prepare mirror and run directory. Return an exit code if the run must not begin."""
+    """Prepare the mirror and the run directory. Return an exit code if the run must not start."""
     process = _started("prepare", config)
     try:
         while (code := process.poll()) is None:
@@ -113,9 +114,10 @@ def _prepare(config: Config, layout: NodeLayout) -> int | None:
 
 
 class _Uploads:
-    """The process that uploads, and a thread that starts it again if it ends before the run.
+    """The process that uploads, and a thread that restarts it if it ends before the run.
 
-    The kernel may kill it when memory runs out; nobody would notice until a machine is lost.
+    The kernel may kill it when memory runs out. Without a restart, nobody would notice until a
+    machine is lost.
     """
 
     def __init__(self, config: Config) -> None:
@@ -126,7 +128,7 @@ class _Uploads:
         self._keeper = begun(self._keep)
 
     def _keep(self) -> None:
-        """Start the process again whenever it ends. This thread must outlive the process that it
+        """Restart the process whenever it ends. This thread must outlive the process that it
         started, because the process dies with it.
         """
         while True:
@@ -169,7 +171,7 @@ class _Uploads:
 
 
 def _await_first_machine(config: Config, layout: NodeLayout) -> int | None:
-    """Wait until the first machine listens. Return an exit code if it does not.
+    """Wait until the first machine listens. Return an exit code if it does not start to.
 
     The wait ends `dist_timeout_s` seconds after the last byte arrived in the shared run directory.
     """

@@ -45,7 +45,7 @@ ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The position of this machine in a run on several. A single machine needs no address."""
+    """The position of this machine in a run on several machines. A single machine needs no address."""
 
     num_nodes: int = 1
     node_rank: int = 0
@@ -88,8 +88,8 @@ def choose_num_ranks(asked: int | None, *, num_gpus: int) -> int:
 def gpus_for_run(device: str) -> int:
     """Return the number of GPUs that a run with `trainer.device` uses; 0 for a run on CPUs.
 
-    Without a driver, torch is asked only for `cuda`, because importing it takes seconds. Raises
-    `ConfigError` if torch sees no card although `device` is cuda or NVIDIA's driver is there.
+    Without a driver, torch is imported only for `cuda`, because the import takes seconds. Raises
+    `ConfigError` if torch sees no GPU although `device` is cuda or NVIDIA's driver is installed.
     """
     has_driver = any(Path(driver).exists() for driver in GPU_DRIVERS)
     if device == "cpu" or (device == AUTO and not has_driver):
@@ -177,9 +177,9 @@ def rank_environment(
 def gloo_interface(master_addr: str) -> dict[str, str]:
     """Return `GLOO_SOCKET_IFNAME` for the ranks, or {} if no route determines it.
 
-    By default gloo listens on the address of this machine's name. On Debian and in containers that
-    is 127.0.1.1, which no other machine reaches. On the first machine `master_addr` may lead to
-    that address too. Then the default route decides, or the only interface.
+    By default gloo listens on the address of this machine's name. On Debian and in containers this
+    is 127.0.1.1, which other machines cannot reach. On the first machine, `master_addr` may resolve
+    to that address too. Then the interface of the default route is used, or the only interface.
     """
     interfaces = _outward_interfaces()
     for host in (master_addr, *ANYWHERE):

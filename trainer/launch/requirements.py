@@ -1,4 +1,4 @@
-"""Check that this interpreter has the package's dependencies.
+"""Checks that this interpreter has the package's dependencies.
 
 `environment.sh` calls `python -m trainer.launch.requirements [extra]` before it makes an
 environment. The exit code is 0 if all requirements are met.

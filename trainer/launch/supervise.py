@@ -2,8 +2,8 @@
 the run's exit code.
 
 There are three generations of processes: the launcher, torchrun's agent in its own session, and the
-ranks. Each dies with its parent, so killing the launcher leaves nothing behind. torchrun folds
-every failure into exit code 1 and kills ranks 30 s after a signal. Therefore the ranks write their
+ranks. Each dies with its parent, so killing the launcher leaves nothing behind. torchrun reports
+every failure as exit code 1 and kills ranks 30 s after a signal. Therefore the ranks write their
 pid and exit code into the launcher's status, and the launcher signals them directly.
 """
 
@@ -71,8 +71,8 @@ def supervise(
 def run_exit_code(reported: int | None, *, agent_code: int, was_signalled: bool) -> int:
     """Return the exit code that the ranks reported, if the agent agrees.
 
-    If the agent saw a failure but the ranks reported an orderly end, one rank was lost or left at
-    once on a signal. `ABORTED` is returned unchanged, because its meaning depends on the run.
+    If the agent saw a failure but the ranks reported an orderly end, a rank was lost or a signal
+    ended it at once. `ABORTED` is returned unchanged, because its meaning depends on the run.
     """
     if reported not in (None, EXIT_DONE, EXIT_RESUMABLE):
         return reported
@@ -91,13 +91,13 @@ def killed_exit_code(reported: int | None) -> int:
 
 
 def _set_up_agent(launcher_pid: int, blocked: Collection[int]) -> None:
-    """Let the new process die with the launcher and receive signals again."""
+    """Make the new process die with the launcher and receive signals again."""
     die_with_parent(launcher_pid, code=EXIT_CRASH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
 
 def _signal_ranks(status: Status, number: int) -> bool:
-    """Send a signal to every registered rank. Return False if there is none yet."""
+    """Send a signal to every registered rank. Return False if no rank has registered yet."""
     beats = status.beats().values()
     for beat in beats:
         with suppress(ProcessLookupError):

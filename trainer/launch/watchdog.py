@@ -23,22 +23,24 @@ from trainer.runtime.processes import begun, status_of
 from trainer.runtime.status import Beat, Status
 
 MAX_GAP_S = 5.0
-"""Longest silence counted between two polls. If the launcher itself was suspended, the ranks
-probably were too.
+"""The longest silence that counts between two polls. If the launcher itself was suspended, the
+ranks probably were too.
 """
 STACKS_S = 2.0
 """Time that a rank gets to write its stacks."""
 COPY_S = 10.0
-"""Time limit for writing into the run directory: a dead file system may be what hangs."""
+"""Time limit for writing into the run directory, because the cause of the hang may be a dead file
+system.
+"""
 PEERS_S = 10.0
 """Ranks with peers on other machines live this long after a hang is found, so that the other
-launchers see silence and not a broken connection. An agent may outlive its ranks by the same time.
+launchers see silence instead of a broken connection. An agent may outlive its ranks by this time.
 """
 GONE_S = 5.0
 CONDITIONS = {
     psutil.STATUS_STOPPED: "stopped by a signal",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
-    psutil.STATUS_DISK_SLEEP: "waiting in the kernel for a disk or a driver",
+    psutil.STATUS_DISK_SLEEP: "blocked in the kernel by a disk or a driver",
 }
 
 
@@ -108,7 +110,7 @@ class Watchdog:
 
     def finds_idle_agent(self) -> bool:
         """Return True if all ranks here ended `PEERS_S` ago but the agent did not. Such an agent is
-        stopped, or gives other machines five more minutes.
+        stopped, or is waiting five more minutes for other machines.
         """
         if not self._ranks or any(rank.is_alive for rank in self._ranks.values()):
             self._ended_at = math.inf
@@ -160,7 +162,7 @@ class Watchdog:
             place = f"in {writing.result(COPY_S)}"
         except OSError as error:
             print("\n".join(files.values()), file=sys.stderr)
-            reason = str(error) or f"no answer within {COPY_S:g} s"
+            reason = str(error) or f"no response within {COPY_S:g} s"
             place = f"above, because nothing can be written to {self.run_dir}: {reason}"
         listing = "\n".join(f"  {line}" for line in lines)
         print(
@@ -185,8 +187,8 @@ class Watchdog:
 
 
 def _write_hang_dir(run_dir: Path, files: Mapping[str, str]) -> Path:
-    """Write the files into a new directory `hang_<n>`. Its creation claims the number, because
-    other machines may write theirs at the same time.
+    """Write the files into a new directory `hang_<n>`. Creating it reserves the number, because
+    other machines may write their stacks at the same time.
     """
     for number in itertools.count(1):
         place = run_dir / f"hang_{number}"

@@ -1,12 +1,12 @@
 """Names of a LoRA model's parameters: inside peft's model, in its base model and in files.
 
-peft wraps a layer `q_proj` and renames it `q_proj.base_layer`, beside `q_proj.lora_A.default` and
-`lora_B`. An adapter for stacked expert weights wraps their module: `experts.lora_A`, and
-`experts.base_layer.lora_A` where two weights are adapted.
+peft wraps a layer `q_proj`, renames it to `q_proj.base_layer`, and adds `q_proj.lora_A.default` and
+`lora_B`. An adapter for stacked expert weights wraps their module: `experts.lora_A`, and also
+`experts.base_layer.lora_A` if two weights are adapted.
 
 In a checkpoint with several parts, the language model's layers have different names: `Places` maps
-the beginning of a name in the language model to its beginning in the whole model. It is empty for a
-checkpoint with one part.
+prefixes of names in the language model to prefixes in the whole model. It is empty for a checkpoint
+with one part.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Places = Mapping[str, str]
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NAME = "default"
-"""The name that peft gives an adapter by default."""
+"""peft's default name for an adapter."""
 _PEFT = "base_model.model."
 
 

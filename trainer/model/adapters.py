@@ -1,4 +1,4 @@
-"""Train part of a model: LoRA adapters, which peft makes and names, or the parameters that
+"""Trains part of a model: LoRA adapters, which peft makes and names, or the parameters that
 `model.freeze` does not freeze.
 
 Frozen parameters are stored in the compute dtype.
@@ -56,7 +56,7 @@ _HELD = {"r", "lora_alpha", "use_rslora", "fan_in_fan_out", "modules_to_save"}
 def choose_trained(model: PreTrainedModel, config: ModelConfig, source: ModelSource) -> None:
     """Add adapters to the model on meta, or freeze the configured parameters.
 
-    Raises `ConfigError` for layers or parameters that do not exist, or cannot be adapted.
+    Raises `ConfigError` for layers or parameters that do not exist or cannot be adapted.
     """
     if config.has_adapters:
         _inject(model, config, source)
@@ -72,8 +72,8 @@ def settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def fill(model: PreTrainedModel, config: ModelConfig, source: ModelSource, *, seed: int) -> None:
-    """Give adapters their initial values: those in `model.lora_adapter_path`, or those of peft.
-    Without that path, modules that are trained in full keep the base model's values.
+    """Give adapters their initial values, from `model.lora_adapter_path` or from peft. Without that
+    path, modules that are trained in full keep the base model's values.
 
     peft's initial values are zero for B and uniform for A. A is drawn from the seed and the
     parameter's name, so its values do not depend on the number of ranks.
@@ -160,7 +160,7 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
             module, _, weight = name.rpartition(".")
             of_experts[module].append(weight)
     if of_experts and not layers:
-        raise ConfigError(f"{said} adapts only experts.\nFix: add a linear layer, such as o_proj")
+        raise ConfigError(f"{said} selects only experts.\nFix: add a linear layer, such as o_proj")
     if of_experts and config.lora_dropout:
         raise ConfigError(
             f"model.lora_dropout={config.lora_dropout}: adapters of experts do not support dropout.\n"
@@ -179,7 +179,7 @@ def _inject(model: PreTrainedModel, config: ModelConfig, source: ModelSource) ->
         except ValueError as error:
             raise ConfigError(
                 f"peft cannot adapt {layers[0]} and {len(layers) - 1} other layers of this model: "
-                f"{error}.\nFix: name fewer layers with model.target_modules"
+                f"{error}.\nFix: select fewer layers with model.target_modules"
             ) from error
     for name, weights in of_experts.items():
         expert_adapters.adapt(model, name, weights, settings)
@@ -220,7 +220,7 @@ def _adapted_in(file: Path, places: Places) -> list[str]:
         if layer is None:
             raise ConfigError(
                 f"{file} adapts {name}, but only the language model is trained.\n"
-                f"Fix: start from an adapter of the language model alone"
+                f"Fix: start from an adapter that covers only the language model"
             )
         layers[layer] = None
     return list(layers)
@@ -257,7 +257,9 @@ def _given(path: str) -> "LoraConfig":
 
 
 def _with_weights(layers: list[str], stacked: list[str], named: list[str]) -> list[str]:
-    """Replace expert modules by those of their weights that the adapter's settings name."""
+    """Return an adapter's layers, with each expert module replaced by the names of its adapted
+    weights.
+    """
     adapted = {name.replace(".base_layer", "") for name in layers}
     leaves = {lora_layers.leaf(name) for name in named}
     modules = set()
@@ -275,8 +277,8 @@ def _load(adapters: dict[str, nn.Parameter], file: Path, places: Places) -> None
     own = {peft_name(name, places): parameter for name, parameter in adapters.items()}
     if odd := sorted(stored.keys() ^ own.keys()):
         raise ConfigError(
-            f"{file} does not fit this model: {len(odd)} names of tensors differ, such as {odd[0]}.\n"
-            f"Fix: choose an adapter of this model"
+            f"{file} does not fit this model: {len(odd)} tensor names differ, such as {odd[0]}.\n"
+            f"Fix: choose an adapter for this model"
         )
     for name in own:
         load.fill(TensorGroup((name,), (name,)), own, stored)
@@ -290,6 +292,6 @@ def _freeze(model: PreTrainedModel, patterns: list[str]) -> None:
             named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
         raise ConfigError(
-            f"model.freeze={patterns} freezes every parameter: nothing is left to train.\n"
-            f"Fix: name fewer parameters"
+            f"model.freeze={patterns} freezes every parameter, so there is nothing to train.\n"
+            f"Fix: freeze fewer parameters"
         )

@@ -1,4 +1,4 @@
-"""Build a model that is ready to train from a configuration.
+"""Builds a model that is ready to train from a configuration.
 
 The order is: meta device, sharding, memory, weights, self-check.
 """
@@ -34,7 +34,7 @@ from trainer.runtime.log import labelled
 
 logger = logging.getLogger(__name__)
 _NO_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED")
-"""Errors of a full card that have no type of their own, such as those of cuBLAS."""
+"""Out-of-memory errors that have no exception type, such as those from cuBLAS."""
 
 
 @dataclass
@@ -97,9 +97,9 @@ def _require_splittable(design: Design, size: int) -> None:
 def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
     """Give the designed model its weights and run the self-check. Collective.
 
-    If it fails, try again with less: first without the document bounds of packages' kernels, then
-    without these kernels, then with one document per forward pass. Raise `ConfigError` if loss or
-    gradient still differs from that of transformers' own forward pass.
+    If it fails, try again: first without the document bounds of packages' kernels, then without
+    these kernels, then with one document per forward pass. Raise `ConfigError` if loss or gradient
+    still differs from transformers' own forward pass.
     """
     config = design.config
     source = design.source
@@ -116,21 +116,21 @@ def build_model(design: Design, *, world: World, seed: int) -> PreTrainedModel:
             logger.warning("the installed kernels of %s fail the self-check: %s", kinds, fault)
         elif package_kinds:
             logger.warning(
-                "the installed kernels of %s fail the self-check, and transformers' own code takes "
-                "their place (slower): %s",
+                "the installed kernels of %s fail the self-check, and transformers' slower code "
+                "replaces them: %s",
                 kinds,
                 fault,
             )
             state_mixers.use_references(design.model)
         else:
             logger.warning("packed documents fail the self-check: %s", fault)
-            design.reason = "packed ones fail the self-check"
+            design.reason = "packed documents fail the self-check"
         del design.model
         gc.collect()  # modules and their hooks hold each other
         design.model = on_meta(config, source, is_packed=design.reason is None)
         return build_model(design, world=world, seed=seed)
     if fault is not None:
-        way_out = "it cannot be trained here"
+        way_out = "this model cannot be trained here"
         if world.sequence_size > 1:
             way_out = "model.ulysses_sequence_parallel_size=1 may help"
         elif design.reason is None:
@@ -189,24 +189,25 @@ def _fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | N
 
     Return a fault of any rank on every rank, because they must retry together.
     """
-    logger.info(labelled("self-check", "loss and gradient against those of transformers"))
+    logger.info(labelled("self-check", "comparing loss and gradient with transformers"))
     if kinds := state_mixers.package_kinds(model):
         names = ", ".join(kinds)
-        note = f"the kernels of {names} are tuned at their first use, which may take minutes"
+        note = f"the kernels of {names} are tuned at first use, which may take minutes"
         logger.info(labelled("", note))
     faults = distributed.gather(_own_fault(model, config, world))
     return next(filter(None, faults), None)
 
 
 def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str | None:
-    """Return the gravest fault on this rank, or None."""
+    """Return the most serious fault on this rank, or None."""
     name = type(model).__name__.removeprefix("FSDP")
     try:
         errors = selfcheck.compare(model, world.device, formula=LOSSES[config.loss].formula)
     except torch._dynamo.exc.Unsupported as error:
         raise ConfigError(
             f"model.enable_gradient_checkpointing=selective with model.compile=true needs each "
-            f"layer in one graph, which {name} is not here ({str(error).splitlines()[0]}).\n"
+            f"layer in a single graph, but the layers of {name} cannot be compiled as one "
+            f"({str(error).splitlines()[0]}).\n"
             f"Fix: model.enable_gradient_checkpointing=true or false"
         ) from error
     except torch._inductor.exc.InductorError as error:
@@ -226,7 +227,7 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str
         raise
     dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
     if not errors.foresight <= selfcheck.TOLERANCE[dtype]:
-        return f"the logits of {name} change with tokens that come later, as those of an encoder do"
+        return f"the logits of {name} depend on later tokens, as in an encoder"
     found = [(f"the loss of {name}", errors.loss, selfcheck.TOLERANCE[dtype])]
     for kind, difference in errors.gradients.items():
         what = f"the gradient of {kind} of {name}"
@@ -245,7 +246,7 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str
 
 
 def _gist(error: Exception) -> str:
-    """Return the line of a compiler's message that names the error, else the first line."""
+    """Return the line of a compiler message that names the error, else the first line."""
     lines = str(error).splitlines()
     return next((line for line in lines if " error: " in line), lines[0])
 
@@ -254,7 +255,7 @@ def _is_refusal(error: Exception, *, has_packages: bool) -> bool:
     """Return True if a kernel may have refused its arguments, so that a different attention may
     work. The kernels of packages raise errors of any type.
 
-    A full or lost card, a lost peer or an error of Dynamo occurs with any attention.
+    A full or lost GPU, a lost peer or a Dynamo error occurs with any attention.
     """
     others = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
     is_compiler = type(error).__module__.startswith("torch._dynamo")

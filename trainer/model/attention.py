@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 HOPPER = 9
-"""Major compute capability of the cards for which FlashAttention 3 is built."""
+"""Major compute capability of the GPUs for which FlashAttention 3 is built."""
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_STEP = 8
 """Limits of FlashAttention 2, the kernel behind `varlen_attn`."""
@@ -48,7 +48,7 @@ class DocumentLengths:
         self.seqlens = seqlens
         self.exchange = None if group is None else HeadExchange(group, num_tokens=sum(seqlens))
         self.groups = cache(partial(DocumentGroups, seqlens))
-        """Made once for each number of key heads and device."""
+        """Created once per number of key heads and device."""
 
 
 _running: DocumentLengths | None = None
@@ -80,10 +80,10 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint_contexts(make: Callable[[], Contexts] = noop_context_fn) -> Contexts:
-    """Return the two contexts for `torch.utils.checkpoint`: those that `make` returns, extended.
+    """Extend the two contexts from `make` for `torch.utils.checkpoint`, and return them.
 
-    The first is for a layer's forward pass. The second is for its recomputation, and also sets the
-    documents again, so that both use the same ones.
+    The first is for a layer's forward pass. The second is for its recomputation, and sets the same
+    documents again.
     """
     first, second = make()
     return first, _computed_again(second, _running)
@@ -146,9 +146,9 @@ def packed_attention(
 
 @torch.compiler.disable
 def _bounds(device: torch.device) -> tuple[DocumentLengths, Tensor, int]:
-    """Return the running documents, their cumulative lengths on the device, and the longest length.
+    """Return the current documents, their cumulative lengths on the device, and the longest length.
 
-    This is for layers that receive no bounds.
+    Used by layers that receive no document bounds.
     """
     if _running is None:
         raise ConfigError(
@@ -203,7 +203,9 @@ def _varlen(
 
 
 def _widened(heads: Tensor, head_size: int) -> Tensor:
-    """Pad heads with zeros. If no columns are missing, skip the padding, which would still copy."""
+    """Pad heads with zeros. If no columns are missing, return the tensor itself: padding would copy
+    it.
+    """
     missing = head_size - heads.shape[-1]
     return F.pad(heads, (0, missing)) if missing else heads
 
@@ -222,8 +224,9 @@ def require_kernel() -> None:
         inspect.signature(varlen_attn).bind(*range(7), **dict.fromkeys(names))
     except (ImportError, TypeError) as error:
         raise ConfigError(
-            f"torch {torch.__version__} has no varlen_attn with the arguments that packing on CUDA "
-            f"needs ({error}).\nFix: install torch 2.13 to 2.15, or set model.attention=per_document"
+            f"torch {torch.__version__} lacks a varlen_attn with the arguments that packing on "
+            f"CUDA needs ({error}).\nFix: install torch 2.13 to 2.15, or set "
+            f"model.attention=per_document"
         ) from error
 
 

@@ -23,10 +23,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 BLOCK_QUERIES = 128
 MAX_PADDING = 0.1
-"""A group's longest document is longer than its shortest by at most this share."""
+"""A group's longest document exceeds its shortest by at most this share."""
 KEEP_LENGTH = 512
 """Probabilities of documents up to this length are kept for the backward pass. For longer documents
-they are recomputed, so memory stays linear in the length."""
+they are recomputed, which keeps memory linear in the length.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Scoring:
     softcap: float | None = None
     """A cap c turns each score into c * tanh(score / c)."""
     sinks: Tensor | None = None
-    """[N]: an extra score per head in the softmax, like that of a key without a value."""
+    """[N]: an extra score per head in the softmax, like the score of a key without a value."""
     dropout: float = 0.0
 
 
@@ -221,10 +222,10 @@ class _GroupedAttention(torch.autograd.Function):
         groups: DocumentGroups,
         scoring: Scoring,
     ) -> Tensor:
-        """Compute attention group by group and block by block.
+        """Compute attention by group and block.
 
-        Probabilities of short documents are kept for the backward pass, which computes the others
-        again. Returns [1, T, N, K].
+        Probabilities of short documents are kept for the backward pass, which recomputes the
+        others. Returns [1, T, N, K].
         """
         num_query_heads, num_tokens = query.shape[1:3]
         query_PGK, key_P1K, value_P1K = (

@@ -1,7 +1,7 @@
 """LoRA adapters for experts: peft's `target_parameters`, computed as grouped products.
 
 peft adds the product of an adapter's two matrices to the stacked weights in every forward pass.
-Here the tokens go through both matrices instead, so no tensor as large as the weights is made.
+Here the tokens go through both matrices instead, which avoids a tensor as large as the weights.
 
 Shape suffixes: T tokens of a micro-batch, K experts chosen for each, S = T * K (token, expert)
 pairs sorted by expert, E experts, R rank, I inputs and O outputs of a product, H hidden size.
@@ -53,8 +53,7 @@ def adapt(model: nn.Module, name: str, weights: Sequence[str], settings: "LoraCo
 def _forward(outermost: Any, experts: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the experts with their adapters.
 
-    Where the self-check asks for transformers' own forward pass, use the weights that peft
-    computes.
+    If the self-check asks for transformers' own forward pass, use the weights that peft computes.
     """
     if experts.config._experts_implementation == "eager":
         return type(outermost).forward(outermost, *args, **kwargs)

@@ -1,12 +1,12 @@
 """Expert parallelism: each rank holds whole experts, and tokens are sent to the experts chosen for
 them.
 
-The ranks of a group hold all experts between them. Expert parameters stay `Shard(0)` over the whole
+Together, the ranks of a group hold all experts. Expert parameters stay `Shard(0)` over the whole
 mesh, as FSDP would shard them, so checkpoints, optimizers and exports do not depend on the group
 size. With F shards and groups of G ranks, a rank computes E / G experts, which it gathers from F /
 G neighbours. If G equals F, nothing is gathered.
 
-Tokens go to their experts' ranks and results come back, once in the forward pass and once in the
+Tokens go to their experts' ranks and results return, once in the forward pass and once in the
 backward pass, as in GShard (Lepikhin et al., 2020). Unlike GShard, no token is dropped: ranks first
 tell each other how many tokens they send.
 
@@ -32,8 +32,8 @@ class ExpertExchange:
     """Send tokens to the ranks of their experts, and results back."""
 
     def __init__(self, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-        """`mesh` has the dimensions ("replica", "expert", "expert_shard"). `dtype` is that of the
-        experts' products.
+        """`mesh` has the dimensions ("replica", "expert", "expert_shard"). `dtype` is the dtype of
+        the experts' products.
         """
         self.mesh = mesh
         self.dtype = dtype
@@ -120,8 +120,7 @@ def require_even(modules: Sequence[Any], num_shards: int, *, expert_size: int) -
 def distribute(
     modules: Sequence[Any], mesh: DeviceMesh, expert_mesh: DeviceMesh, dtype: torch.dtype
 ) -> set[nn.Parameter]:
-    """Let these expert modules exchange tokens. Return their parameters, which FSDP must leave
-    alone.
+    """Let these expert modules exchange tokens. Return their parameters, which FSDP must ignore.
 
     `mesh`: the device mesh that shards the other parameters. Raises `ConfigError` if the shards
     cannot hold equal numbers of experts.

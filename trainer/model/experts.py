@@ -1,5 +1,5 @@
-"""Mixtures of experts: their matrix products, the load of each expert, and the auxiliary loss that
-keeps the load even.
+"""Mixtures of experts: matrix products, the load on each expert, and the auxiliary loss that keeps
+the load even.
 
 Shape suffixes: T tokens of a micro-batch, K experts chosen for each, E experts, H hidden size.
 """
@@ -31,8 +31,8 @@ def counted_grouped_mm(
     """Compute all experts in one grouped product.
 
     Unlike transformers' loop over the chosen experts, this does not wait for the device. In
-    training, and where the product needs it, each module stores in `tokens_E` how many tokens every
-    expert got in the last forward pass.
+    training, and where the product needs it, each module stores in `tokens_E` the number of tokens
+    per expert in the last forward pass.
     """
     exchange: ExpertExchange | None = vars(experts).get("exchange")
     has_adapters = "adapters" in vars(experts)
@@ -111,11 +111,11 @@ class Routers:
     expert's mean router probability over this step's tokens and all layers; f is the share of
     tokens sent to the expert. The loss is not additive over micro-batches. Therefore f comes from
     the previous global step (zero in the first step) and is saved with the state; the rest is a sum
-    over tokens. f counts the experts as selected, with any selection bias applied.
+    over tokens. f counts the selected experts, after any selection bias.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Watch the model's routers, and log whether training uses its auxiliary loss."""
+        """Attach to the model's routers, and log whether training uses their auxiliary loss."""
         self._experts = experts_of(model)
         if len({experts.num_experts for experts in self._experts}) > 1:
             self._experts = []  # different numbers of experts have no common distribution
@@ -132,7 +132,7 @@ class Routers:
             logger.info(
                 "the router's auxiliary loss (coefficient %g in config.json) is %s",
                 coefficient,
-                f"left out of the loss: {obstacle}" if obstacle else "part of the training loss",
+                f"excluded from the loss: {obstacle}" if obstacle else "part of the training loss",
             )
         num_experts = self._experts[0].num_experts if self._experts else 0
         self._fractions_E = torch.zeros(num_experts, dtype=torch.float64, device=device)
@@ -144,7 +144,7 @@ class Routers:
         if not any(hasattr(module, "load_balancing_loss_func") for module in modules):
             return "transformers has none for this architecture"
         if not self._experts or len(self._recorded) != len(self._experts):
-            return "the routers of this architecture cannot be watched"
+            return "the router logits of this architecture cannot be captured"
         routers = nn.ModuleList(router for router, _ in self._recorded)
         if not any(parameter.requires_grad for parameter in routers.parameters()):
             return "its routers are not trained"

@@ -24,8 +24,8 @@ class StepFlops:
     """Floating-point operations of the forward and backward pass.
 
     The cost is 6 per matrix parameter and token, plus attention. The head is computed only at
-    supervised positions. A frozen parameter costs 4, because it needs no gradient of its own. It
-    costs 2 if nothing before it is trained, because its input then needs no gradient either.
+    supervised positions. A frozen parameter costs 4, because it gets no gradient. It costs 2 if
+    nothing before it is trained, because its input then needs no gradient either.
 
     Attention over n tokens costs 6 * layers * heads * (query-key size + value size) * n**2: two
     products forward, four backward, without credit for causality or recomputation. Source: PaLM
@@ -35,7 +35,7 @@ class StepFlops:
     per_token: float
     per_loss_token: float
     per_squared_length: float
-    """Attention cost of the layers without a window."""
+    """Attention cost of the layers without a sliding window."""
     per_window: Mapping[int, float] = field(default_factory=dict)
     """{sliding window: attention cost of the layers with this window}."""
 
@@ -55,15 +55,15 @@ class StepFlops:
 
 
 def step_flops(model: PreTrainedModel) -> StepFlops | None:
-    """Return the cost of a step; None for a model with states (parameters with three dimensions
-    that are not experts), whose cost is unknown.
+    """Return the cost of a step; None if the cost is unknown because the model has states
+    (three-dimensional parameters that are not experts).
     """
     shares = _met_shares(model)
     return _flops(model) if all(p.ndim < 3 or p in shares for p in model.parameters()) else None
 
 
 def length_costs(model: PreTrainedModel) -> tuple[float, dict[int, float]]:
-    """Return (c, {window w: c_w}), which give the cost of a sample by its length.
+    """Return (c, {window w: c_w}), which determine the cost of a sample from its length.
 
     n supervised tokens cost in proportion to n + c * n**2 + the sum over sliding windows of c_w *
     `squared_length(n, w)`, if attention skips masked pairs. An architecture without attention heads
@@ -77,8 +77,8 @@ def length_costs(model: PreTrainedModel) -> tuple[float, dict[int, float]]:
 
 
 def _met_shares(model: PreTrainedModel) -> dict[nn.Parameter, float]:
-    """Return {expert parameter: share of it that a token is multiplied by}. Expert biases, which
-    have two dimensions, get 0.
+    """Return {expert parameter: share of it that is used for each token}. Expert biases, which have
+    two dimensions, get 0.
     """
     chosen = num_chosen(model.config) or 0
     shares: dict[nn.Parameter, float] = {}

@@ -1,7 +1,7 @@
-"""The output projection with the loss inside: the full logits never exist.
+"""The output projection with a fused loss, which never materialises the full logits.
 
-Shape suffixes: S supervised positions, B positions of a block, whose logits exist at once, C
-positions of a chunk, for which the loss is computed, H hidden size, V vocabulary.
+Shape suffixes: S supervised positions, B positions of a block (their logits exist at once), C
+positions of a chunk (the unit of the loss), H hidden size, V vocabulary.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ LOGITS_BYTES = 5 * 2**28
 """Largest number of positions whose logits exist at once, and largest size of these logits in
 bytes. Each block rewrites the weight's gradient: 6.5 GB of memory traffic for a 7B model with V =
 152k, little compared with the products of 4,096 positions. The block size depends on vocabulary and
-dtype, not on the card, so the sum over blocks rounds equally wherever a run continues.
+dtype, not on the GPU, so the sum over blocks rounds identically on every machine.
 """
 CHUNKS = 8
 """Number of chunks in a block. The loss needs several times the memory of a chunk's logits, in
@@ -30,8 +30,8 @@ class LossHead(nn.Linear):
     """A replacement for `lm_head` with the same name and parameters. Given labels, it returns their
     loss instead of logits.
 
-    One module call computes all blocks, so under FSDP there is one all-gather and one
-    reduce-scatter, however many blocks there are.
+    One module call computes all blocks, so FSDP needs one all-gather and one reduce-scatter for any
+    number of blocks.
     """
 
     loss: LossAndGradient
@@ -78,15 +78,15 @@ def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def measure(logits_SV: Tensor, labels_S: Tensor) -> LossOutput:
-    """Return the cross-entropy, and for each position whether the likeliest token is the label."""
+    """Return the cross-entropy, and for each position whether the label is the most likely token."""
     log_probs_SV = torch.log_softmax(logits_SV.float(), dim=-1)
     losses_S = -log_probs_SV.gather(1, labels_S[:, None])[:, 0]
     return LossOutput(losses_S.sum(dtype=torch.float64), losses_S, likeliest(logits_SV, labels_S))
 
 
 def likeliest(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
-    """Return True at each position where no token is likelier than the label. This compares with
-    the maximum, which costs a tenth of an argmax.
+    """Return True at each position where no token is more likely than the label. Comparing with the
+    maximum costs a tenth of an argmax.
     """
     return logits_SV.gather(1, labels_S[:, None])[:, 0] >= logits_SV.amax(dim=-1)
 
@@ -156,8 +156,8 @@ def _output(
     """Return the output of a loss with these gradients with respect to `inputs`; the first has their
     dtype.
 
-    `measured` holds the cross-entropy and the further terms for each chunk, [1 + K, C]; it is empty
-    if no position is supervised.
+    `measured` holds the cross-entropy and the additional terms for each chunk, [1 + K, C]; it is
+    empty if no position is supervised.
     """
     measured_KS = torch.cat(measured, dim=1) if measured else losses_S[None]
     total = _WithGradients.apply(losses_S, gradients, *inputs)
@@ -177,8 +177,8 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients in place, because that of the weight may be as large as the weight in
-        float32.
+        """Scale the gradients in place, because the weight's gradient may be as large as the weight
+        in float32.
 
         A zero-dimensional scalar would first be rounded to the gradient's dtype, which shifts the
         whole gradient by up to 0.4 %. A one-dimensional tensor is not rounded.

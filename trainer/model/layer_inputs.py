@@ -1,4 +1,4 @@
-"""Keep layer inputs in host memory between the layers' forward and backward passes.
+"""Keeps layer inputs in host memory between the layers' forward and backward passes.
 
 When layers are recomputed, a micro-batch keeps only their inputs: tokens x hidden size for each
 layer.
@@ -22,7 +22,7 @@ class HostCopy:
 
     On a GPU, the copies to the host and back run on a separate stream, concurrently with the
     computation. The newest tensor stays on its device until there is a newer one. By then it has
-    been copied. The very last tensor stays, because the backward pass needs it first.
+    been copied. The last tensor stays, because the backward pass needs it first.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class HostCopy:
             self.host.copy_(tensor, non_blocking=True)
 
     def get(self) -> Tensor:
-        """Return the tensor on its device, and start to fetch the one that is needed next."""
+        """Return the tensor on its device, and start fetching the one that is needed next."""
         tensor = self._fetch()
         self._leave()
         if self._before is not None and (before := self._before()) is not None:

@@ -1,4 +1,4 @@
-"""Fill a sharded model with weights.
+"""Fills a sharded model with weights.
 
 Every rank reads only its own slices from the files. Random weights are made on rank 0 from a seed
 and broadcast.
@@ -131,7 +131,7 @@ def _put(local: Tensor, values: Tensor) -> None:
 def _require_shape(found: Sequence[int], tensor: Tensor, what: str) -> None:
     shape = nf4.weight_shape(tensor)
     if tuple(found) != shape:
-        raise ConfigError(f"{what} has shape {tuple(found)}, the config asks for {shape}")
+        raise ConfigError(f"{what} has shape {tuple(found)}, but the config requires {shape}")
 
 
 def _initialized(model: PreTrainedModel, source: ModelSource, seed: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Choose the layers that get LoRA adapters, and say why others cannot have one.
+"""Chooses the layers that get LoRA adapters, and explains why others cannot have one.
 
 Layers are chosen by their full names, because peft gives some names in `target_modules` a different
 meaning: see `written`.
@@ -28,7 +28,7 @@ _NO_HEAD = (
     "embeddings and the output head cannot have adapters, because the head computes the loss and "
     "may share the weight of the embeddings"
 )
-_NO_MIXER = "the fused kernels of Mamba read its weight directly, past an adapter"
+_NO_MIXER = "the fused Mamba kernels read its weight directly and bypass an adapter"
 
 
 def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> list[str]:
@@ -38,8 +38,8 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
     names. Stacked expert weights are named together with their module, for example
     `experts.down_proj`: a plain `down_proj` means dense layers and shared experts.
 
-    Raises `ConfigError`, whose message begins with `said`, if a target names no layer, or names a
-    layer that cannot have an adapter.
+    Raises `ConfigError`, whose message begins with `said`, if a target matches no layer, or matches
+    a layer that cannot have an adapter.
     """
     stacked = expert_weights(model)
     obstacles = _obstacles(model) | dict.fromkeys(stacked, "")
@@ -64,11 +64,11 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
             hint = did_you_mean(target, list(ends))
             if target in ends:
                 hint = (
-                    f"a string is a regular expression that must match whole names; for the layers "
-                    f"that end in {target}, write model.target_modules=[{target}]"
+                    f"a string is a regular expression that must match whole names; for layers "
+                    f"whose names end in {target}, write model.target_modules=[{target}]"
                 )
             raise ConfigError(
-                f"{said}: '{target}' names no layer of this model{hint and f'; {hint}'}.\n{fix}"
+                f"{said}: '{target}' matches no layer of this model{hint and f'; {hint}'}.\n{fix}"
             )
         for name in named:
             if obstacles[name]:
@@ -78,8 +78,8 @@ def chosen(model: PreTrainedModel, targets: str | list[str], *, said: str) -> li
 
 
 def ends_named(model: PreTrainedModel, names: Iterable[str]) -> dict[str, nn.Module]:
-    """Return {full name: module} of the input embeddings and the output head that `names` names by
-    the endings of their names. Both, if they share one weight.
+    """Return {full name: module} of the input embeddings and the output head, if `names` contains
+    the last part of their names. Returns both if they share one weight.
 
     Raises `ConfigError` for any other name.
     """
@@ -109,7 +109,7 @@ def expert_weights(model: PreTrainedModel) -> list[str]:
 
 
 def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the (target_modules, target_parameters) with which peft adapts exactly the layers
+    """Return the (target_modules, target_parameters) that make peft adapt exactly the layers
     `names`.
 
     For some mixtures of experts, peft takes every target module that ends in gate_proj, up_proj or
@@ -127,8 +127,8 @@ def written(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], li
 
 
 def summary(model: PreTrainedModel, *, rank: int) -> str:
-    """Return a line that lists the layers with adapters and those without, by the last part of
-    their names.
+    """Return a line that lists the layers with and without adapters, by the last part of their
+    names.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted = Counter[str]()

@@ -3,9 +3,9 @@
 A loss sees the supervised positions of one chunk of a micro-batch, so it must treat every position
 separately. This makes the step's loss, the sum over positions divided by their global count,
 independent of chunks, micro-batches and ranks. `train/loss` and validation always show
-cross-entropy, whichever loss the model is trained with.
+cross-entropy, regardless of the training loss.
 
-Shape suffixes: C positions of one chunk, V vocabulary, K terms besides the main one.
+Shape suffixes: C positions of one chunk, V vocabulary, K additional terms.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,13 +20,13 @@ Formula = Callable[["Tensor", "Tensor"], "Tensor"]
 LossAndGradient = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor"]]
 """(logits, labels) -> (training losses float32 [C], gradient of their sum with respect to the
 logits, in the logits' dtype [C, V], logged values float32 [1 + K, C]: cross-entropy and the K
-further terms).
+additional terms).
 """
 
 
 @dataclass(frozen=True)
 class Term:
-    """A weighted part of the training loss besides its main formula."""
+    """An additional, weighted term of the training loss."""
 
     formula: Formula
     weight: float
@@ -41,15 +41,15 @@ class Loss:
 
     main: Formula
     fused: LossAndGradient | None = None
-    """The losses of `main` with their gradient, in fewer passes over the logits and without the
-    additional terms. At its start, every run compares them with autograd of the formula.
+    """A fused version of `main` that returns losses and gradient in fewer passes over the logits,
+    without the additional terms. At startup, every run compares it with autograd of the formula.
     """
     terms: Mapping[str, Term] = field(default_factory=dict)
     """{name: term}. Each term is logged as `train/objective/<name>`, without its weight."""
 
     @property
     def is_cross_entropy(self) -> bool:
-        """True if the training loss is the one that is logged as `train/loss`."""
+        """True if the training loss is the loss logged as `train/loss`."""
         return self.main is cross_entropy and not self.terms
 
     def formula(self, logits_CV: "Tensor", labels_C: "Tensor") -> "Tensor":

@@ -1,4 +1,4 @@
-"""Add tokens to a model: a directory with an extended tokenizer, and new rows in the weights."""
+"""Adds tokens to a model: a directory with an extended tokenizer, and new rows in the weights."""
 
 import hashlib
 import json
@@ -22,7 +22,8 @@ from trainer.runtime.files import publish
 
 logger = logging.getLogger(__name__)
 ROW_MULTIPLE = 64
-"""The vocabulary size grows to a multiple of this number, for which matrix products are fast."""
+"""The vocabulary size is rounded up to a multiple of this number, which makes matrix products fast.
+"""
 NOISE = 0.1
 """Noise as a share of the rows' spread: new tokens begin near the average token, but differ from it
 and from each other.
@@ -33,8 +34,9 @@ _CHANGED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, dict[str, int]]:
     """Return a directory like `path` whose tokenizer has `tokens`, and {added token: id}.
 
-    All files except the config and the tokenizer are links to those of `path`. Raise `ConfigError`
-    if the tokens cannot be added, and `CannotWriteError` if the directory cannot be written.
+    All files except the config and the tokenizer are links to the files in `path`. Raise
+    `ConfigError` if the tokens cannot be added, and `CannotWriteError` if the directory cannot be
+    written.
     """
     source = Path(path).resolve()
     try:
@@ -65,7 +67,7 @@ def extended(path: str, tokens: Sequence[str], cache_dir: Path) -> tuple[str, di
     try:
         return str(_directory(source, contents, cache_dir)), ids
     except OSError as error:
-        fix = "free space or point data.cache_dir to a writable directory"
+        fix = "free space or set data.cache_dir to a writable directory"
         raise CannotWriteError(
             f"model.new_tokens: cannot write to '{cache_dir}': {error}; {fix}"
         ) from error
@@ -80,8 +82,8 @@ def _longer(source: Path, num_tokens: int) -> str:
     tree = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if "text_config" in tree:
         raise ConfigError(
-            f"model.new_tokens: {source} is a checkpoint of several parts, whose vocabulary cannot "
-            f"grow"
+            f"model.new_tokens: {source} is a checkpoint with several parts, whose vocabulary "
+            f"cannot grow"
         )
     if tree["vocab_size"] < num_tokens:
         tree["vocab_size"] = -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE

@@ -1,9 +1,8 @@
-"""NF4: the frozen weights of linear layers in 4.5 bits each, for LoRA on a small card.
+"""NF4: frozen weights of linear layers in 4.5 bits each, for LoRA on a small GPU.
 
 Each block of 64 weights of a row is divided by its largest absolute value, and each weight becomes
-the nearest of 16 levels, the quantiles of a normal distribution (Dettmers et al. 2023, QLoRA,
-arXiv 2305.14314, appendix E). The levels and blocks are those of bitsandbytes without double
-quantization.
+the nearest of 16 levels, the quantiles of a normal distribution (Dettmers et al. 2023, QLoRA, arXiv
+2305.14314, appendix E). Levels and blocks match bitsandbytes without double quantization.
 """
 
 import math
@@ -36,7 +35,7 @@ LEVELS = (
 
 class Nf4Linear(nn.Linear):
     """A linear layer whose frozen weight is a uint8 tensor of shape (out_features, in_features * 9
-    / 16): for each row the levels, two in a byte, then the float32 scales of its blocks.
+    / 16): for each row, the levels (two per byte), then the float32 scales of its blocks.
 
     The rows are independent, so FSDP can shard them.
     """

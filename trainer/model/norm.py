@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 TOLERANCE = 1e-6
-"""A module's forward is replaced if its float32 result differs by at most this relative amount."""
+"""A module's forward is replaced if the float32 results differ by at most this relative amount."""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -58,8 +58,8 @@ def rms_norm(hidden_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def take_over_norms(model: nn.Module) -> None:
-    """Replace the forward of every module that computes the same RMS norm as `rms_norm`, whatever
-    its class.
+    """Replace the forward of every module that computes the same RMS norm as `rms_norm`, regardless
+    of its class.
     """
     for module in model.modules():
         if _looks_alike(module) and _is_same(module):
@@ -80,10 +80,10 @@ def _looks_alike(module: nn.Module) -> bool:
 
 
 def _is_same(module: Any) -> bool:
-    """Return True if the module, as it is configured, computes this norm.
+    """Return True if the module, as configured, computes this norm.
 
-    Groups, or a one that is added to the weight, give different numbers. The test uses a weight far
-    from its initial value, which may hide such differences.
+    Grouped norms, and norms that multiply by 1 + weight, give different results. The test uses a
+    weight far from its initial value, which may hide such differences.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = 3 * torch.randn(3, *module.weight.shape, generator=generator)

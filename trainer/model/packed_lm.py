@@ -135,13 +135,13 @@ def _empty_model(source: ModelSource) -> PreTrainedModel:
 
 
 def _require_trainable(model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise `ConfigError` for models for which sharding or the fused head would be wrong."""
+    """Raise `ConfigError` for models that sharding or the fused head would compute incorrectly."""
     name = f"model.partial_pretrain={source.path}: {type(model).__name__}"
     for key, share in vars(source.config).items():
         if key.endswith("layerdrop") and share:
             raise ConfigError(
-                f"{name} skips layers at random in training ({key}={share:g} in config.json). Each "
-                f"rank would skip other layers, so sharded gradients would be wrong.\n"
+                f"{name} skips layers at random in training ({key}={share:g} in config.json). "
+                f"Each rank would skip different layers, so sharded gradients would be wrong.\n"
                 f'Fix: set "{key}" to 0 in {source.path}/config.json'
             )
     head: Any = model.get_output_embeddings()
@@ -172,15 +172,15 @@ def _require_unshared(model: PreTrainedModel, source: ModelSource) -> None:
 
 
 class _BaseOutput(list[Tensor]):
-    """Stand-in for a base model's output that has only hidden states."""
+    """A stand-in for the output of a base model, with hidden states only."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
 def _is_head_all(model: PreTrainedModel) -> bool:
-    """Return True if the logits are only the output head applied to the last hidden states, without
-    a scale, a cap, a further layer or a shorter vocabulary.
+    """Return True if the logits are just the output head applied to the last hidden states, without
+    a scale, a cap, another layer or a shorter vocabulary.
 
     This runs the architecture's own forward once, with stand-ins for the base model and the head.
     """
@@ -229,8 +229,8 @@ def run_plain(
 
 
 def forward_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
-    """Return the arguments of the architecture's forward. A document that runs alone needs neither
-    positions nor bounds.
+    """Return the arguments of the architecture's forward. A single document needs neither positions
+    nor bounds.
     """
     arguments: dict[str, Any] = {"input_ids": batch.input_ids_T[None], "use_cache": False}
     if model.is_packed:

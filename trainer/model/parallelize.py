@@ -1,4 +1,4 @@
-"""Prepare a model on meta before it gets its weights, in the only order that works: recompute,
+"""Prepares a model on meta before it gets its weights, in the only order that works: recompute,
 compile, shard.
 """
 
@@ -28,9 +28,9 @@ from trainer.model.packed_lm import decoder_layers
 from trainer.runtime.distributed import World, compute_dtype
 
 KEPT_BYTES = 2**30
-"""With `reshard_after_forward=auto`, gathered layers stay for the backward pass if all of them
-together take at most this size: a model with half a billion parameters in bfloat16. Larger ones are
-freed after the forward pass and gathered again.
+"""With `reshard_after_forward=auto`, gathered layers are kept for the backward pass if together
+they take at most this size (half a billion parameters in bfloat16). Otherwise they are freed after
+the forward pass and gathered again.
 """
 _MAX_VARIANTS = 32
 """Limit on the compiled variants of one function: kinds of layer x with or without gradients x one
@@ -40,7 +40,7 @@ or more tokens. Above its limit (8 by default) torch.compile runs the function u
 
 def parallelize(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
     """Change the model in place, as configured: set dtypes, recompute activations, compile layers
-    (else use faster norms), and shard with FSDP2.
+    (or, if they are not compiled, use faster norms), and shard with FSDP2.
     """
     owner: Any = model
     owner.sequence_group = world.sequence_group
@@ -81,8 +81,8 @@ def recompute_activations(model: PreTrainedModel, how: str) -> None:
 
 
 def _selective() -> Callable[[], attention.Contexts]:
-    """Return a function that makes contexts for `checkpoint`. These keep the results of linear
-    layers, experts and fused attention; all else is cheap to recompute.
+    """Return a function that makes contexts for `checkpoint`. They keep the results of linear
+    layers, experts and fused attention; everything else is cheap to recompute.
     """
     from torch.nn.attention import varlen  # noqa: F401  registers the operation
 
@@ -171,8 +171,7 @@ def shard(model: PreTrainedModel, config: ModelConfig, world: World) -> None:
 def _used_in_place(
     model: PreTrainedModel, world: World, *, is_offloaded: bool
 ) -> set[nn.Parameter]:
-    """Return the parameters that FSDP leaves alone: frozen ones, if each rank holds the whole
-    model.
+    """Return the parameters that FSDP ignores: frozen ones, if each rank holds the whole model.
 
     FSDP gathers parameters by copying shards, even if a shard is the whole parameter. A frozen
     parameter already has its compute dtype and has no gradient to reduce. Offloaded parameters must
@@ -203,9 +202,9 @@ def _sum_gradients(unit: FSDPModule, world: World) -> None:
 
 
 def prepare_backward(model: nn.Module, *, is_last: bool) -> None:
-    """Set the communication that a step needs only in its last backward pass.
+    """Enable or disable the communication that a step needs only in its last backward pass.
 
-    Replicas add their gradients once; until then each keeps its own sum, in the reduction dtype.
+    Replicas sum their gradients once; until then each keeps a local sum, in the reduction dtype.
     Parameters that stay gathered between the forward and the backward pass also stay gathered for
     the next micro-batch, because the memory peak includes all of them anyway.
     """

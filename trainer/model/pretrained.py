@@ -24,7 +24,7 @@ _ROWS = 4096
 class ModelSource:
     """The source of a model's architecture and weights. Each file is read once.
 
-    `path` is a local directory: a Hub id has already been resolved to one.
+    `path` is a local directory; Hub ids have already been resolved.
     """
 
     path: str
@@ -43,7 +43,7 @@ class ModelSource:
 
     @cached_property
     def whole(self) -> PreTrainedModel | None:
-        """Return the whole model on meta, of the class that wrote the files, if the language model
+        """Return the whole model on meta, in the class that wrote the files, if the language model
         is one of several parts; otherwise None.
         """
         return weights.whole_model(self._stored_config, f"model.partial_pretrain={self.path}")
@@ -95,7 +95,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class SourceWeights:
-    """The tensors in the files of a source: the model's own, and others."""
+    """The tensors in the files of a source: the model's tensors, and others."""
 
     source: ModelSource
     files: dict[str, StoredTensor]
@@ -117,7 +117,7 @@ class SourceWeights:
         )
         path = self.source.path
         if lacking:
-            way_out = ".\nFix: model.random_weights=true starts from random ones"
+            way_out = ".\nFix: start from random weights with model.random_weights=true"
             raise ConfigError(
                 f"model.partial_pretrain={path} lacks weights for {lacking[:5]}"
                 f"{way_out if self.source.whole is None else ''}"
@@ -162,12 +162,12 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
         found.require_all_of(source.text)
         text_names = tuple(name for group in found.groups for name in group.stored)
     for name, kept in found.aliases.items():
-        logger.info("%s and %s are the same weight (tied): exports hold it once", kept, name)
+        logger.info("%s and %s are the same weight (tied), so exports contain it once", kept, name)
     if not others:
         return None
     logger.info(
-        "%d tensors of the files are not part of %s and are not trained (%s, ...): exports of "
-        "the whole model carry them unchanged",
+        "%d tensors of the files are not part of %s and are not trained (%s, ...): exports of the "
+        "whole model contain them unchanged",
         len(others),
         type(source.text).__name__,
         next(iter(others)),
@@ -176,7 +176,7 @@ def whole_checkpoint(source: ModelSource) -> WholeCheckpoint | None:
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return each parameter once (no tied head), then the saved buffers; adapters are left out."""
+    """Return each parameter once (no tied head), then the saved buffers, without adapters."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
@@ -188,7 +188,7 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Compare a few rows at a time, because every rank does this and embeddings are large."""
+    """Compare a few rows at a time, because embeddings are large and every rank compares them."""
     parts = [(slice(row, row + _ROWS),) for row in range(0, one.shape[0], _ROWS)]
     return one.shape == other.shape and all(
         torch.equal(one.read(part), other.read(part)) for part in parts

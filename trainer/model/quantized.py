@@ -1,8 +1,8 @@
-"""Read quantized checkpoints as bfloat16 weights.
+"""Reads quantized checkpoints as bfloat16 weights.
 
 A weight is stored as codes (float8, or two 4-bit floats per byte) and scales, one for each block of
-rows and columns. Readers of these tensors see neither codes nor scales: they ask for slices in
-bfloat16, and only the codes of those slices are read.
+rows and columns. Readers of these tensors ask for slices in bfloat16, and only the codes of those
+slices are read.
 
 Shape suffixes: R rows and C columns of a weight.
 """
@@ -71,8 +71,7 @@ def require_supported(settings: Mapping[str, Any], name: str) -> None:
 def dequantized(
     stored: Mapping[str, StoredTensor], block_size: tuple[int, int] | None
 ) -> dict[str, StoredTensor]:
-    """Replace each pair of codes and scales by one bfloat16 tensor, and leave out activation
-    scales.
+    """Replace each pair of codes and scales by one bfloat16 tensor, and drop activation scales.
 
     `block_size`: rows and columns that share a scale, if the checkpoint states them. Raises
     `ConfigError` for codes without scales, and for scales that do not fit.
@@ -89,7 +88,7 @@ def dequantized(
             scales = tensors.pop(names[0])
             tensors[name.removesuffix(_MXFP4_BLOCKS)] = _paired(codes, scales, block_size, name)
         elif codes.dtype in _FLOAT8:
-            raise ConfigError(f"{codes.file}: {name} is float8, and its scales are missing")
+            raise ConfigError(f"{codes.file}: {name} is float8, but its scales are missing")
     return tensors
 
 
@@ -151,8 +150,8 @@ def _paired(
                 codes.file, stored_shape, "BF16", partial(_read, codes, scales, block)
             )
     raise ConfigError(
-        f"{codes.file}: {name} has shape {codes.shape}, and its scales have {scales.shape}: no block "
-        f"of rows and columns fits both.\nFix: use the model's bfloat16 weights"
+        f"{codes.file}: {name} has shape {codes.shape}, but its scales have shape {scales.shape}: "
+        f"no block size fits both.\nFix: use the model's bfloat16 weights"
     )
 
 

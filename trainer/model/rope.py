@@ -1,8 +1,8 @@
 """Rotary positions whose frequencies depend on the document length: longrope and dynamic NTK.
 
-transformers chooses the frequencies by the longest position of the whole forward pass, which it can
-learn only by waiting for the device. With dynamic NTK it also remembers the longest text so far.
-Here each document gets the frequencies that a new model would give it.
+transformers chooses the frequencies by the longest position of the whole forward pass, which
+requires waiting for the device. With dynamic NTK it also remembers the longest text so far. Here
+each document gets the frequencies that a fresh model would use for it.
 """
 
 import inspect
@@ -28,8 +28,8 @@ def length_limit(config: PretrainedConfig) -> int | None:
 
 
 def follow_documents(model: PreTrainedModel, *, is_packed: bool) -> None:
-    """Choose the frequencies by the document's length, which the host knows. Packed documents do
-    not exceed the limit.
+    """Choose the frequencies by the document length, which is known on the host. Packed documents
+    never exceed the length limit.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

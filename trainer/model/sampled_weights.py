@@ -1,10 +1,10 @@
-"""A digest of a model's weights from samples of every tensor: it takes seconds for any model size.
+"""A digest of a model's weights from samples of every tensor. It takes seconds for any model size.
 
 For each file it covers the name, the size and the whole header: name, dtype, shape and place of
 each tensor. Of the values it covers the first and the last bytes of every tensor and blocks in
-between, at most `SAMPLED_EVERY_BYTES` apart. A different checkpoint of the same architecture
-changes the digest, even if only one of its files is used. A change of a few values elsewhere does
-not change it. A sha256 of whole files would, but it would read 140 GB on each machine.
+between, at most `SAMPLED_EVERY_BYTES` apart. Any file of a different checkpoint changes the digest,
+even for the same architecture. A change of a few values outside the samples does not. A sha256 of
+whole files would detect it, but would read up to 140 GB on each machine.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from trainer.config import ConfigError
 BLOCK_BYTES = 1 << 12
 SAMPLED_EVERY_BYTES = 1 << 24
 NUM_THREADS = 8
-"""The threads wait for disk or network, not for a CPU."""
+"""The threads mostly wait for disk or network."""
 MAX_HEADER_BYTES = 100_000_000
-"""safetensors itself has this limit."""
+"""The safetensors library has the same limit."""
 
 
 def digest_of_weights(files: Sequence[Path], *, progress: Callable[[], None] = lambda: None) -> str:
@@ -67,8 +67,8 @@ def _header(descriptor: int, size: int) -> tuple[bytes, list[tuple[int, int]]]:
 
 
 def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield (size, beginning) of blocks spread evenly over a span, including its first and last
-    bytes; at least three if it is long enough.
+    """Yield (size, start) of blocks spread evenly over a span, including its first and last bytes;
+    at least three blocks if it is long enough.
     """
     if end - begin <= 3 * BLOCK_BYTES:
         yield end - begin, begin

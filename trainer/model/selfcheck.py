@@ -1,4 +1,4 @@
-"""Check before training that loss and gradient agree with transformers' own.
+"""Checks before training that loss and gradient agree with transformers.
 
 The check also covers packed documents, which must not influence each other. For any architecture,
 it finds a wrong mask, norm or rotary position, a leak between documents, a missed transform of the
@@ -33,12 +33,12 @@ different order.
 """
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 """Allowed relative difference of the gradient of a kind of parameter. Rounding causes up to 7e-6 in
-fp32 and 0.1 in bf16 over 32 layers, and 0.2 where it changes which experts a token goes to. Half a
-gradient, or a second document's gradient added to it, is a larger difference.
+fp32 and 0.1 in bf16 over 32 layers, and 0.2 where it changes which experts a token goes to. Real
+faults, such as half a gradient or the gradient of a second document, differ by more.
 """
 LEAST_SHARE = 1e-3
-"""Share of the whole gradient's norm that is added to the norm of each kind: some gradients, such
-as those of a key's bias, consist only of rounding errors.
+"""This share of the whole gradient's norm is added to the norm of each kind, because some
+gradients, such as those of a key's bias, are only rounding errors.
 """
 
 
@@ -65,8 +65,8 @@ def compare(
     Collective.
 
     The documents are packed if the model is. `loss` also covers the largest change of a document's
-    logits when its neighbour changes: this shows a leak far below the rounding of bf16 losses. No
-    gradients are left behind.
+    logits when its neighbour changes: this reveals a leak far below the rounding of bf16 losses.
+    Gradients are cleared afterwards.
     """
     model.eval()
     generator = torch.Generator().manual_seed(0)
@@ -228,7 +228,7 @@ def _influence(
     """Return the relative change of the last document's logits from the first form to each other
     form.
 
-    The document's last token is left out, because it may differ.
+    The document's last token is excluded, because it may differ.
     """
     tokens = slice(-len(forms[0][-1]), -1)
     plain: Any = model.original_forward

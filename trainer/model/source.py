@@ -1,4 +1,4 @@
-"""Find a model in a local directory, or download it from the Hub once.
+"""Finds a model in a local directory, or downloads it from the Hub once.
 
 Errors are raised before torch is imported.
 """
@@ -39,7 +39,7 @@ def find_architecture(name: str) -> str:
 
 
 def require_model(name: str, *, random_weights: bool) -> None:
-    """Raise the errors of `find_model` that can be found without a download."""
+    """Raise the errors of `find_model` that need no download."""
     patterns = _WITHOUT_WEIGHTS if random_weights else _FILES
     if (path := _local(name) or _cached(name, patterns)) is None:
         _ask_hub(name)
@@ -61,8 +61,8 @@ def require_adapters(model: ModelConfig) -> None:
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (Path(path) / name).is_file():
             raise ConfigError(
-                f"model.lora_adapter_path={path} is not the directory of an adapter: {name} is not "
-                f"there"
+                f"model.lora_adapter_path={path} is not the directory of an adapter: it has no "
+                f"{name}"
             )
 
 
@@ -77,14 +77,14 @@ def _local(name: str) -> Path | None:
         raise ConfigError(f"model.partial_pretrain={name} is a file.\nFix: give its directory")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(
-            f"model.partial_pretrain={name}: there is no such directory.\nFix: give one with "
-            f"config.json and weights, or a Hub id such as Qwen/Qwen2.5-0.5B"
+            f"model.partial_pretrain={name}: there is no such directory.\nFix: give a directory "
+            f"with config.json and weights, or a Hub id such as Qwen/Qwen2.5-0.5B"
         )
     return None
 
 
 def _problem(path: Path, patterns: list[str]) -> str | None:
-    """Describe what a directory lacks of these files; None if it lacks nothing."""
+    """Describe which of these files a directory lacks; None if it has all of them."""
     problem = _config_problem(path)
     if problem is not None or patterns == _ARCHITECTURE:
         return problem
@@ -129,7 +129,7 @@ def _require(name: str, path: Path, patterns: list[str]) -> None:
 
 
 def _cached(name: str, patterns: list[str]) -> Path | None:
-    """Return the directory of an earlier download; None unless it is complete."""
+    """Return the directory of a complete earlier download, or None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -179,6 +179,6 @@ def _asking(name: str) -> Iterator[None]:
         raise ConfigError(
             f"model.partial_pretrain={name} is not a local directory, is not complete in the "
             f"Hub's cache ({constants.HF_HUB_CACHE}), and cannot be downloaded: {reason}\n"
-            f"Fix: run `hf download {name}` on a machine with a network and copy its cache here, "
-            f"or give a local directory"
+            f"Fix: run `hf download {name}` on a machine with internet access and copy its cache "
+            f"here, or give a local directory"
         ) from error

@@ -1,8 +1,8 @@
-"""Run modules that would mix packed documents once per document; the rest of their layer stays
+"""Runs modules that would mix packed documents once per document; the rest of their layer stays
 packed.
 
 A module that passes information between tokens takes a cache in transformers, because it could not
-generate without one. This identifies such modules, whatever their names. Attention through
+generate without one. This identifies such modules regardless of their names. Attention through
 `AttentionInterface` knows the document bounds. Linear attention, Mamba, short convolutions and
 special attention (ALiBi, indexers) do not know them, so these modules are looped over documents,
 unless an installed package computes them with document bounds.
@@ -44,14 +44,14 @@ _IS_LOOPED = "_is_looped_over_documents"
 _USES_KERNELS = "_uses_kernels_with_bounds"
 BOUNDS = ("cu_seq_lens_q", "max_length_q", "lengths", "seq_idx")
 """Arguments that are not passed to a looped module, because its kernels and its fallbacks read
-different ones of them.
+different arguments.
 """
 
 
 def loop_over_documents(model: PreTrainedModel, *, uses_kernels: bool) -> bool:
-    """Make modules loop over documents, in place, where they need it.
+    """Make modules loop over documents in place, where necessary.
 
-    `uses_kernels`: modules stay packed whose kernels take document bounds. Return True if some
+    `uses_kernels`: modules whose kernels take document bounds stay packed. Return True if some
     attention stays packed. Otherwise all attention is looped and uses the mask of the longest
     document.
     """
@@ -167,9 +167,10 @@ def _is_reference(function: Callable[..., Any]) -> bool:
 
 
 def use_references(model: nn.Module) -> None:
-    """Let every module mix tokens with the references of transformers, whatever is installed.
+    """Let every module mix tokens with the references of transformers, even if packages are
+    installed.
 
-    This changes transformers' modules, so it holds for the process.
+    This patches transformers' modules, so it affects the whole process.
     """
     for module in _mixers(model):
         for name, function in _replaceable(module).items():
@@ -177,8 +178,8 @@ def use_references(model: nn.Module) -> None:
 
 
 def _reference_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the reference that transformers wraps. As its wrapper does, leave out the arguments
-    that the reference does not name.
+    """Return the reference that transformers wraps. Like the wrapper, drop arguments that the
+    reference does not accept.
     """
     reference = inspect.unwrap(function)
     names = inspect.signature(reference).parameters
@@ -191,9 +192,9 @@ def _reference_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
-    """Let a model that is being evaluated mix tokens as it does in training.
+    """Let a model in evaluation mode mix tokens as in training.
 
-    Mamba has another kernel for training. Nothing in these modules is drawn at random.
+    Mamba has a separate kernel for training. These modules have no randomness.
     """
     mixers = [module for module in _mixers(model) if _replaceable(module)]
     for module in mixers:
@@ -220,11 +221,11 @@ def _forward(
     or has packed attention inside, documents run one by one. An output without a row for each token
     comes from the last call.
 
-    Ranks that share the tokens gather them, run the module for all of them, and keep their own.
+    Ranks that share the tokens gather them, run the module on all of them, and keep their share.
     """
     lengths = attention.running()
     if lengths is None:
-        raise RuntimeError(f"{type(self).__name__} runs outside of attention.documents")
+        raise RuntimeError(f"{type(self).__name__} runs outside attention.documents")
     seqlens = lengths.seqlens
     num_tokens = sum(seqlens)
     exchange = lengths.exchange
@@ -264,7 +265,7 @@ def _is_of_tokens(value: Any, num_tokens: int) -> bool:
 
 
 def _documents(value: Any, seqlens: tuple[int, ...]) -> Any:
-    """Split a tensor with a row for each token by document; return all else unchanged."""
+    """Split a tensor with a row for each token by document; return anything else unchanged."""
     return value[0].split(seqlens) if _is_of_tokens(value, sum(seqlens)) else value
 
 
@@ -284,8 +285,8 @@ def _padded(value: Any, group: list[int], longest: int, whole: set[int]) -> Any:
 def _joined(rows: list[Tensor]) -> Tensor:
     """Join the documents' rows [L, ...] into [1, T, ...].
 
-    Rows of shorter documents that choose among fewer tokens are narrower; they are padded with
-    zeros.
+    Rows of shorter documents may be narrower because there are fewer tokens to choose from; they
+    are padded with zeros.
     """
     if rows[0].ndim > 1:
         width = max(row.shape[-1] for row in rows)

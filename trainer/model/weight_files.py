@@ -1,4 +1,4 @@
-"""Find the safetensors files of a directory that hold a model's weights."""
+"""Finds the safetensors files of a directory that hold a model's weights."""
 
 import json
 from pathlib import Path
@@ -35,5 +35,5 @@ def read_index(path: Path) -> dict[str, str]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path / INDEX} is not a valid weight index: {error!r}") from error
     if missing:
-        raise ConfigError(f"{path / INDEX} names files that are not there: {', '.join(missing)}")
+        raise ConfigError(f"{path / INDEX} names files that do not exist: {', '.join(missing)}")
     return weight_map

@@ -1,4 +1,4 @@
-"""Match the tensors in files with those of a model, and convert them.
+"""Matches the tensors in files with those of a model, and converts them.
 
 Nothing depends on model names. transformers' own classes on the meta device and its own conversions
 decide, one group of tensors at a time.
@@ -55,7 +55,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint with more tensors than those that are trained; exports write all of them.
+    """A checkpoint with tensors that are not trained; exports write all of its tensors.
 
     `others` are the untrained tensors. If the checkpoint has several parts and only its language
     model is trained, `model` is the whole model on the meta device, and `text_names` are the names
@@ -82,8 +82,8 @@ class TensorGroup:
     """Tensors in the files and in the model that hold the same values: usually one each, but more
     for fused tensors such as experts.
 
-    `own`: names in the model; tied tensors appear once. `whole`: names of the same tensors in the
-    class that wrote the files.
+    `own`: names in the model; tied tensors appear once. `whole`: their names in the class that
+    wrote the files.
     """
 
     stored: tuple[str, ...]
@@ -94,7 +94,7 @@ class TensorGroup:
     model: PreTrainedModel | None = field(default=None, repr=False)
 
     def to_own(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Make the model's tensors from the files' tensors, given in the order of `stored`."""
+        """Convert the files' tensors, in the order of `stored`, to the model's tensors."""
         if self.converter is None:
             return {self.own[0]: tensors[0]}
         assert self.model is not None
@@ -108,7 +108,7 @@ class TensorGroup:
         return {own: values[name] for own, name in zip(self.own, self.whole, strict=True)}
 
     def to_stored(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Make the files' tensors from the model's tensors, given in the order of `own`."""
+        """Convert the model's tensors, in the order of `own`, to the files' tensors."""
         if self.converter is None:
             return dict.fromkeys(self.stored, tensors[0])
         model: Any = self.model
@@ -124,8 +124,8 @@ class TensorGroup:
         num_made = {pattern: len(found) for pattern, found in by_pattern.items()}
         if num_made != Counter(self.patterns):
             raise ConfigError(
-                f"{self.own[0]} cannot be stored as {self.stored[0]}, …, because transformers makes "
-                f"different tensors of it"
+                f"{self.own[0]} cannot be stored as {self.stored[0]}, …, because transformers "
+                f"converts it to different tensors"
             )
         return {
             name: by_pattern[pattern].pop(0)
@@ -189,16 +189,14 @@ def whole_model(config: PretrainedConfig, name: str) -> PreTrainedModel | None:
             AutoModelForCausalLM.register(type(text), mapping[type(config)])
     if type(text) not in mapping:
         raise ConfigError(
-            f"{kind} transformers has no language model for its text part ('{text.model_type}') "
-            f"alone"
+            f"{kind} transformers has no separate language model for its text part "
+            f"('{text.model_type}')"
         )
     known, *_ = config.architectures or ("",)
     nameless: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING
     found: Any = getattr(transformers, known, None) if known else nameless.get(type(config), None)
     if found is None:
-        raise ConfigError(
-            f"{kind} its class ({known or 'none is named'}) is not a class of transformers"
-        )
+        raise ConfigError(f"{kind} its class ({known or 'none is named'}) is not in transformers")
     try:
         with torch.device("meta"):
             model: PreTrainedModel = found(copy.deepcopy(config))
@@ -295,11 +293,11 @@ def base_name_of(model: PreTrainedModel) -> str:
 
 
 def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
-    """Return where the language model is in the whole model: {beginning of a name: its beginning
-    there}, for names such as `model.` and `lm_head.`.
+    """Return where the language model is in the whole model: {prefix of a name: its prefix there},
+    for prefixes such as `model.` and `lm_head.`.
 
-    Return an empty dict if `whole` is None. Raise `ConfigError` unless each beginning has exactly
-    one place, and each tensor the same shape there.
+    Return an empty dict if `whole` is None. Raise `ConfigError` unless each prefix has exactly one
+    place, and each tensor has the same shape there.
     """
     if whole is None:
         return {}
@@ -322,6 +320,7 @@ def places_of(text: PreTrainedModel, whole: PreTrainedModel | None) -> Places:
             faults.append(name)
     if faults:
         raise ConfigError(
-            f"{type(whole).__name__} does not contain {faults[0]} of its {type(text).__name__} once"
+            f"{type(whole).__name__} does not contain {faults[0]} of its {type(text).__name__} "
+            f"exactly once"
         )
     return beginnings

@@ -26,6 +26,6 @@ OPTIMIZERS: dict[str, Callable[["nn.Module", "OptimConfig"], "Optimizer"]] = {
     "adamw": adamw,
     "muon": muon,
 }
-"""Each optimizer creates all its state at once; checkpoints save the state by parameter name. To
-add an optimizer, add an entry here.
+"""To add an optimizer, add an entry here. It must create all its state in its constructor;
+checkpoints save the state by parameter name.
 """

@@ -21,8 +21,8 @@ of about 95 small kernels.
 
 
 class AdamW(torch.optim.AdamW, Optimizer):
-    """torch's fused AdamW, or a chunkwise update for moments or parameters in bfloat16, which
-    torch's own does not support.
+    """torch's fused AdamW, or a chunkwise update for moments or parameters in bfloat16, which torch
+    does not support.
 
     The state exists before the first step, so that a checkpoint can be loaded into it.
     """
@@ -30,7 +30,7 @@ class AdamW(torch.optim.AdamW, Optimizer):
     def __init__(
         self, model: nn.Module, config: OptimConfig, *, others: Container[nn.Parameter] = ()
     ) -> None:
-        """Take all trained parameters except `others`."""
+        """Optimize all trained parameters except `others`."""
         named = trainable(model)
         self._names = {p: name for p, name in named.items() if p not in others}
         super().__init__(

@@ -12,7 +12,7 @@ from trainer.model.weights import local
 
 
 class Optimizer(torch.optim.Optimizer):
-    """An optimizer with the inputs that training needs beyond torch's interface.
+    """An optimizer with extra inputs that torch's interface lacks.
 
     `step` reads two scalars on the device, as torch's fused optimizers do. Gradients are divided by
     `grad_scale`. If `found_inf` is not 0, nothing changes, including momentum and step counts.

@@ -15,8 +15,8 @@ def trainable(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def is_decayed(name: str, parameter: nn.Parameter) -> bool:
-    """Return True for matrices, but not for norms over heads or biases of fused experts, which have
-    two dimensions too.
+    """Return True for matrices. Norms over heads and biases of fused experts also have two
+    dimensions, but are not matrices.
     """
     owner, _, leaf = name.rpartition(".")
     return (

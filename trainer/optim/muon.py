@@ -1,8 +1,8 @@
 """Muon: orthogonalized momentum for the layers' matrices, AdamW for all other parameters.
 
-Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); for the
-step size, with which one learning rate suits both Muon and AdamW, "Muon is Scalable for LLM
-Training" (arXiv 2502.16982).
+Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); for a
+step size that lets Muon and AdamW share one learning rate, "Muon is Scalable for LLM Training"
+(arXiv 2502.16982).
 
 Shape suffixes: A rows and B columns of a matrix; a leading E counts the experts that share one
 parameter.
@@ -31,7 +31,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 to between 0.7 and 1.2.
 """
 UPDATE_RMS = 0.2
-"""Root mean square of AdamW's usual updates, to which Muon's updates are scaled."""
+"""Muon's updates are scaled to this root mean square, which is typical of AdamW's updates."""
 
 
 class Muon(AdamW):
@@ -158,8 +158,8 @@ def orthogonal_update(matrix_EAB: Tensor) -> Tensor:
 
 
 def _ends(model: nn.Module) -> set[nn.Parameter]:
-    """Return the weights of the embeddings and the output head. Their rows stand for tokens, so
-    they do not map one hidden space to another.
+    """Return the weights of the embeddings and the output head. They map tokens to hidden states
+    and back, not one hidden space to another.
     """
     modules: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()

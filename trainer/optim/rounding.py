@@ -1,4 +1,4 @@
-"""Stochastic rounding of float32 results to bfloat16: up or down at random, correct on average.
+"""Stochastic rounding of float32 results to bfloat16: up or down at random, unbiased on average.
 
 Rounding to nearest loses every change below half a unit of the last place (1/512 of the value). A
 weight with a small learning rate, or a second moment with beta2 = 0.999, would never change (P.

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: a resumed run needs no state of it.
+"""The learning rate as a pure function of the step, so a resumed run needs no schedule state.
 
 This imports no torch, so a mistyped schedule name fails at once.
 """
@@ -84,7 +84,7 @@ class LrSchedule:
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every field. A run computes its rate from its own configuration. When it
-        resumes, it only compares these fields with the saved ones.
+        """Return every field. A run computes its rate from its configuration. On resume, it only
+        compares these fields with the saved ones.
         """
         return asdict(self)

@@ -24,8 +24,8 @@ except ImportError:
     from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 LATE_S = 30.0
-"""Extra time that the process group waits, so that the launcher gives up first if ranks do not
-meet: it has their stacks and ends the run resumable.
+"""Extra time that the process group waits. If ranks do not connect, the launcher therefore times
+out first: it has their stacks and makes the run resumable.
 """
 T = TypeVar("T")
 
@@ -42,18 +42,18 @@ class World:
 
     device: torch.device
     mesh: DeviceMesh
-    """All ranks, as parameters are spread over them: `ddp` replicates, `fsdp` shards."""
+    """The mesh of all ranks. Parameters are replicated along `ddp` and sharded along `fsdp`."""
     rank: int
     size: int
     num_shards: int
-    """Number of parts into which the parameters are split."""
+    """Number of shards of the parameters."""
     sequence_size: int = 1
     sequence_group: dist.ProcessGroup | None = None
     """The ranks of this data rank; None if it is one rank."""
     expert_mesh: DeviceMesh | None = None
-    """All ranks as ("replica", "expert", "expert_shard"). The ranks along "expert" hold different
-    experts, those along "expert_shard" parts of the same ones. None if every rank gathers all
-    experts.
+    """All ranks as ("replica", "expert", "expert_shard"). Ranks along "expert" hold different
+    experts; ranks along "expert_shard" hold parts of the same experts. None if every rank gathers
+    all experts.
     """
 
     @property
@@ -87,7 +87,7 @@ class World:
 def pick_device(name: str) -> torch.device:
     """Return this rank's device. `auto` means CUDA if there is one.
 
-    Raises `ConfigError` if CUDA is asked for and missing.
+    Raises `ConfigError` if CUDA is requested but missing.
     """
     if name == "cpu" or (name == AUTO and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -126,7 +126,7 @@ def start(
     expert_size: int = 1,
     facts: Mapping[str, str] = MappingProxyType({}),
 ) -> World:
-    """Join the process group, build the mesh, and check that every rank answers on its device.
+    """Join the process group, build the mesh, and check that every rank responds on its device.
 
     `facts`: {name: value} that must be equal on all ranks (`train/start/agreement.py`).
     Collective; each process calls it once. Raises `ConfigError`.
@@ -183,7 +183,7 @@ def require_sizes(num_ranks: int, *, fsdp_size: int, sequence_size: int, expert_
 def make_world(
     device: torch.device, *, fsdp_size: int, sequence_size: int = 1, expert_size: int = 1
 ) -> World:
-    """Build the mesh over the ranks that have met. Collective. Raises `ConfigError`."""
+    """Build the mesh over the connected ranks. Collective. Raises `ConfigError`."""
     num_ranks = dist.get_world_size()
     dimensions = mesh_dimensions(num_ranks, fsdp_size=fsdp_size)
     num_shards = dimensions["fsdp"]
@@ -211,7 +211,7 @@ def make_world(
 def _require_all(
     device: torch.device, size: int, *, card: str | None, facts: Mapping[str, str]
 ) -> None:
-    """Check that no two ranks share a card, that all have the same facts, and that a first sum over
+    """Check that no two ranks share a GPU, that all have the same facts, and that a first sum over
     the devices is correct.
 
     Collective. Raises the same `ConfigError` on every rank.
@@ -220,15 +220,16 @@ def _require_all(
     (host, shared), count = Counter((host, card) for host, card, _ in found).most_common(1)[0]
     if shared is not None and count > 1:
         raise ConfigError(
-            f"{count} ranks use the same card of {host}, {shared}. Fix: start at most one rank per "
-            f"card"
+            f"{count} ranks on {host} use the same GPU, {shared}. Fix: start at most one rank per "
+            f"GPU"
         )
     _require_equal([(host, own) for host, _, own in found])
     total = torch.ones((), device=device)
     dist.all_reduce(total)
     if int(total) != size:
         raise RuntimeError(
-            f"a sum of 1 over {size} ranks gave {float(total):g}: their connection corrupts data"
+            f"a sum of 1 over {size} ranks returned {float(total):g}: the connection between them "
+            f"corrupts data"
         )
 
 
@@ -253,7 +254,7 @@ def _require_equal(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
 
 
 def gather(value: T) -> list[T]:
-    """Return the value of each rank of the run, in rank order. Collective."""
+    """Return every rank's value, in rank order. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

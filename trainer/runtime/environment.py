@@ -40,7 +40,7 @@ def uncollected() -> Iterator[None]:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Shorten the time that a waiting CPU thread spins, unless the user set it. Call it before
+    """Shorten the time that a waiting CPU thread spins, unless the user has set it. Call it before
     torch is imported.
 
     libgomp spins for milliseconds at the end of every operation. Next to one busy process on the
@@ -55,8 +55,8 @@ def grow_cuda_segments() -> None:
     """Let the CUDA allocator grow its blocks, unless the user configured it. Call it before torch
     is imported.
 
-    Every batch has a different number of tokens, and blocks of fixed size would leave gaps that fit
-    none of them.
+    Every batch has a different number of tokens, and blocks of fixed size would leave unusable
+    gaps.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -66,9 +66,9 @@ def pinned_bytes(size_bytes: int) -> int:
     """Return the bytes that a page-locked tensor of `size_bytes` takes: torch rounds up to a power
     of two.
 
-    No limit is set here. Up to torch 2.13, `pinned_max_round_threshold_mb` hands out blocks that
-    are too small (github.com/pytorch/pytorch/pull/192722), and `pinned_max_cached_size_mb`
-    page-locks each gradient again in every step.
+    No limit is set here. Up to torch 2.13, `pinned_max_round_threshold_mb` returns blocks that are
+    too small (github.com/pytorch/pytorch/pull/192722), and `pinned_max_cached_size_mb` page-locks
+    each gradient again in every step.
     """
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 

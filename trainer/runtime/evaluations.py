@@ -2,10 +2,10 @@
 
 Each line is one object. An object of kind "sample" holds `name` and `step` of the evaluation, and
 `key`, `index`, `prompt` (the text that the model read), `answer`, `completion`, `score`, `reason`.
-An object of kind "summary" follows after all samples, or records a result from elsewhere. It holds
-`name` (such as `eval/gsm8k`), `step`, `key`, `nonce` and `digest` of the checkpoint, `mean`, `low`,
-`high` (95 %), `n`, `scorer`, `engine`, and how the result was made. The last summary of a name and
-step counts.
+An object of kind "summary" follows the samples, or records an external result. It holds `name`
+(such as `eval/gsm8k`), `step`, `key`, `nonce` and `digest` of the checkpoint, `mean`, `low`, `high`
+(95 %), `n`, `scorer`, `engine`, and how the result was made. If a name and step have several
+summaries, the last one counts.
 """
 
 import re
@@ -26,7 +26,7 @@ LOWER = re.compile(r"(?<![a-z])(loss|ppl|perplexity|error)(?![a-z])", re.IGNOREC
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return samples and summaries in the order written, without torn and foreign lines; [] if
+    """Return samples and summaries in the order written, without damaged or unrelated lines; [] if
     there is no file.
     """
     return [
@@ -47,7 +47,7 @@ def read_summaries(run_dir: Path) -> dict[str, dict[int, Mapping[str, Any]]]:
 
 def deciding(names: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str | None:
     """Return the name of the evaluation that decides which checkpoint is best: the only one that
-    runs programs, else the only one at all. None if there is no such evaluation.
+    runs programs, else the only evaluation. None if there is no such evaluation.
     """
     programs = [
         name
@@ -59,8 +59,8 @@ def deciding(names: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str | None
 
 
 def sign_of(name: str, rows: Mapping[int, Mapping[str, Any]]) -> int:
-    """Return -1 if lower results are better, as the name of a result from elsewhere may say, else
-    1.
+    """Return -1 if lower results are better, which the name of an external result may indicate,
+    else 1.
     """
     is_attached = all(row.get("scorer") == ATTACHED for row in rows.values())
     return -1 if is_attached and LOWER.search(name) else 1

@@ -48,7 +48,7 @@ def explain(error: Exception, stop: StopRequest) -> tuple[int, str]:
     if _PROCESS_LOST.search(str(error)):
         return code, f"{error}. Fix: continue with the same command"
     if lost := lost_ranks():  # torchrun stops the other ranks, and the agent prints the cause
-        message = "of this machine has ended, and the others cannot continue without it"
+        message = "of this machine has ended, and the other ranks cannot continue without it"
         return code if is_resumable else LOST_RANK, f"rank {lost[0]} {message}: {error}"
     if stop.is_set:
         return code, f"stopped by {stop.reason} before the next step boundary: {error}"

@@ -1,6 +1,4 @@
-"""Writes files and directories that appear whole or not at all, and takes locks. Checkpoints use
-`checkpoint/fsio.py`.
-"""
+"""Writes files and directories atomically, and takes locks. Checkpoints use `checkpoint/fsio.py`."""
 
 import errno
 import fcntl
@@ -67,9 +65,9 @@ def read_regular(
 
 def atomic_write(path: Path, text: str, *, is_durable: bool = True) -> None:
     """Replace the content of `path` by `text`. A reader sees the old or the new content, never a
-    part.
+    mixture.
 
-    If `is_durable`, the same holds after a power loss. A file has one writer. A killed write may
+    With `is_durable`, this holds even after a power loss. A file has one writer. A killed write may
     leave `<path>.tmp`, which the next write removes; a failed write leaves nothing. A link named
     `<path>.tmp` is removed, never followed. Raises `OSError`.
     """
@@ -110,7 +108,7 @@ def publish(staging: Path, directory: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make the content of a file, or the names in a directory, survive a power loss."""
+    """Sync a file, or the names in a directory, to disk, so that they survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,7 +2,7 @@
 directory.
 
 Each beat overwrites the record in the rank's file of the launcher's status. The launcher reads this
-file from outside, so that a rank that is stopped, or inside C code, cannot hide its silence.
+file itself, so it also notices ranks that are stopped or stuck in C code.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ SILENT_S = 3 * REPORT_EVERY_S
 
 
 class Heartbeat:
-    """Shows the launcher that this rank makes progress, and how long it may be silent now.
+    """Shows the launcher that this rank makes progress, and how long it may currently be silent.
 
     Use it in the main thread only: a beat from another thread would hide that the main thread
     hangs. The first beat registers the rank: from then on the launcher may send it signals. Without
@@ -52,8 +52,8 @@ class Heartbeat:
         self.beat()
 
     def enter(self, phase: str, *, limit_s: float) -> None:
-        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs.
-        Infinity: the rank is not watched.
+        """Begin a phase in which `limit_s` seconds without a beat mean that the rank hangs. With
+        infinity, the rank is not watched.
 
         All ranks enter a phase together, even if only one works in it: ranks that wait for it are
         silent too.

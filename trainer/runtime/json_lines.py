@@ -29,7 +29,7 @@ CLOSE_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 2**26
 """A longer line is skipped, so that it cannot fill the memory."""
 MAX_FILE_BYTES = 2**34
-"""No run writes more, and reading more would take hours."""
+"""No run writes more than this, and reading more would take hours."""
 
 
 def strict(value: Any, *, nonfinite: Callable[[float], str | None] = str) -> Any:
@@ -87,9 +87,9 @@ class JsonLines:
     """Reads a file of JSON objects. Each iteration yields (offset in bytes, object) of the lines
     added since the previous iteration.
 
-    Blank lines are skipped. Lines without an object are skipped and counted. A last line without
-    its newline is read only if `is_final`, which promises that nothing more will come. A missing
-    file has no lines. Raises `OSError` for anything but a regular file of at most `MAX_FILE_BYTES`.
+    Blank lines are skipped. Lines without an object are skipped and counted. A last line without a
+    newline is read only if `is_final` is set, which means that the file is complete. A missing file
+    counts as empty. Raises `OSError` for anything but a regular file of at most `MAX_FILE_BYTES`.
     """
 
     path: Path
@@ -157,7 +157,7 @@ class AppendFile:
         except OSError as error:
             raise CannotWriteError(
                 f"cannot open {path}: {error}.\nFix: free space, choose a different directory, or move "
-                f"{path} away: a run writes this file itself and follows no link"
+                f"{path} away: a run writes this file itself and does not follow links"
             ) from error
 
     def append(self, content: Mapping[str, Any]) -> None:
@@ -190,7 +190,7 @@ class AppendFile:
         return descriptor
 
     def _write_waiting(self) -> None:
-        """Write the waiting lines in order, until one does not fit."""
+        """Write the waiting lines in order until one does not fit."""
         try:
             self._stay_at_path()
             while self._waiting:
@@ -215,10 +215,11 @@ class AppendFile:
         if num_written < len(line):
             if not self._is_guest:
                 os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - num_written)
-            raise OSError(errno.ENOSPC, f"only {num_written} of {len(line)} bytes fitted")
+            raise OSError(errno.ENOSPC, f"only {num_written} of {len(line)} bytes fit")
 
     def _stay_at_path(self) -> None:
-        """Open a new file if the path no longer names the open one, for example after log rotation.
+        """Open a new file if the path no longer points to the open file, for example after log
+        rotation.
 
         If the whole directory is gone, the open file stays in use. Raises `OSError`.
         """
@@ -233,11 +234,11 @@ class AppendFile:
         os.close(self._descriptor)
         self._descriptor = descriptor
         logger.warning(
-            "%s was moved away or removed during training; new rows go to a new file", self._path
+            "%s was moved or removed during training; new rows go to a new file", self._path
         )
 
     def _sync(self) -> Future[None]:
-        """Begin a sync on a duplicate descriptor, which nobody else closes."""
+        """Begin a sync on a duplicate descriptor, which no other code closes."""
         descriptor = os.dup(self._descriptor)
 
         def sync() -> None:
@@ -253,8 +254,8 @@ class AppendFile:
 
 
 def _drop_torn_tail(descriptor: int) -> None:
-    """Cut everything after the last newline: it is not a complete row, and the next row must not
-    continue it.
+    """Cut everything after the last newline, because the next row must not continue an incomplete
+    row.
     """
     size_bytes = keep = os.fstat(descriptor).st_size
     while keep > 0:

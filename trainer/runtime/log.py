@@ -48,14 +48,14 @@ class SafeStream:
             os.dup2(null.fileno(), self.stream.fileno())
         self.stream.flush()  # drops the buffered text
         if self.reports_loss:
-            say(f"stdout can no longer be written ({error.strerror}): its output is discarded\n")
+            say(f"cannot write to stdout anymore ({error.strerror}): further output is discarded\n")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
 def escape_unprintable() -> None:
-    """Show characters that the terminal's encoding lacks as escapes: Latin-1 has no `│`."""
+    """Escape characters that the terminal's encoding lacks, such as `│` in Latin-1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -106,7 +106,7 @@ class ProgressLines:
         self.tell(beginning)
 
     def tell(self, text: str) -> None:
-        """Print a line if the last one is old enough."""
+        """Print a line if enough time has passed since the last one."""
         if time.monotonic() - self._shown_s > PROGRESS_INTERVAL_S:
             self._shown_s = time.monotonic()
             print(labelled(self._label, text), file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ GONE_WITHIN_S = 30.0
 
 
 def status_of(process: psutil.Process) -> str:
-    """Return psutil's status of the process; '' if it has ended, reaped or not, or if its PID now
+    """Return psutil's status of the process; '' if it has ended (reaped or not) or its PID now
     belongs to another process.
     """
     try:
@@ -40,7 +40,7 @@ def born_at(pid: int) -> int | None:
     """Return the clock ticks from the boot of the machine to the start of a process; None if
     unknown.
 
-    Pids are reused, most of all after a container restarts. The pid and this number together
+    Pids are reused, especially after a container restarts. The pid and this number together
     identify a process.
     """
     try:
@@ -51,7 +51,7 @@ def born_at(pid: int) -> int | None:
 
 
 def die_with_parent(parent_pid: int, *, code: int) -> None:
-    """Have this process killed when its parent ends in any way. Exit with `code` if the parent has
+    """Ask the kernel to kill this process when its parent ends. Exit with `code` if the parent has
     already ended.
     """
     pr_set_pdeathsig = 1
@@ -83,8 +83,8 @@ def run_in(python: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def begun(work: Callable[[], T], *, name: str | None = None) -> Future[T]:
-    """Begin the work in a daemon thread, which does not delay the end of the process. A storage may
-    never answer.
+    """Begin the work in a daemon thread, which cannot delay the end of the process even if a
+    storage never answers.
     """
     answer = Future[T]()
 

@@ -11,7 +11,7 @@ ALL = "all"
 MAIN = "main"
 OWN = "own"
 """Values of a part's attribute `state_of`. ALL: the state is equal on all ranks. MAIN: the state of
-rank 0 counts. OWN: each rank has its own state, which a different number of ranks cannot use.
+rank 0 counts. OWN: each rank has a separate state, so a resume needs the same number of ranks.
 """
 
 
@@ -30,13 +30,13 @@ class Position:
 
 @dataclass(frozen=True)
 class History:
-    """The part of a run's past that decides which checkpoints are kept."""
+    """The history that determines which checkpoints are kept."""
 
     best_step: int | None = None
     """The step with the lowest validation loss so far. Rotation keeps its checkpoint."""
     episodes: tuple[tuple[int, int], ...] = ()
     """First and last step of each stretch of trouble. Rotation keeps the newest checkpoint before
-    the last one.
+    the last stretch.
     """
 
 
@@ -93,8 +93,8 @@ class Rollbacks:
 
 class Remembered:
     """An object whose attributes in `KEPT`, by default all, survive a restart. They hold numbers,
-    lists and mappings, which JSON keeps exactly. If a checkpoint lacks an attribute, the attribute
-    keeps its current value.
+    lists and mappings, which JSON preserves exactly. If a checkpoint lacks an attribute, the
+    attribute keeps its current value.
     """
 
     KEPT: ClassVar[tuple[str, ...]] = ()
@@ -122,7 +122,9 @@ def _plain(value: Any) -> Any:
 
 
 def _loaded(now: Any, saved: Any) -> Any:
-    """Return the saved value in the type of the current one. A mapping keeps its current keys."""
+    """Return the saved value, converted to the type of the current one. A mapping keeps its current
+    keys.
+    """
     if hasattr(now, "load_state_dict"):
         now.load_state_dict(saved)
         return now

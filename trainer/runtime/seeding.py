@@ -33,7 +33,8 @@ def seed_step(seed: int, *, step: int, rank: int) -> None:
 def use_deterministic_kernels() -> None:
     """Fix the order of sums on a GPU (backward pass of attention, cuBLAS, NCCL).
 
-    Call it before the first CUDA call. Torch raises if an operation has no such kernel.
+    Call it before the first CUDA call. Torch raises an error if an operation has no deterministic
+    kernel.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
@@ -45,8 +46,8 @@ def use_deterministic_kernels() -> None:
 
 @dataclass(frozen=True)
 class GeneratorState:
-    """The states of torch's generators on `device`. Each step seeds these and all other generators
-    again, so any rank's state will do when the number of ranks changes.
+    """The states of torch's generators on `device`. Each step reseeds all generators, so when the
+    number of ranks changes, the state of any rank is suitable.
     """
 
     device: torch.device

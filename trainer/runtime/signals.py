@@ -1,7 +1,8 @@
 """Stop signals, and the rank's side of the launcher's protocol.
 
 A rank writes two things into its launcher's status (`trainer/runtime/status.py`): its pid, so that
-signals reach it directly, and the exit code of the run, because torchrun folds every failure into 1.
+signals reach it directly, and the exit code of the run, because torchrun reports every failure as
+1.
 """
 
 import contextlib
@@ -26,7 +27,9 @@ from trainer.runtime.status import Beat, Status, ask_launcher, launcher_status
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 AGENT_PID = "SFT_AGENT_PID"
 REPEAT_S = 2.0
-"""Signals closer together than this are one request: schedulers and terminals send copies."""
+"""Signals closer together than this count as one request, because schedulers and terminals send
+duplicates.
+"""
 HANDLED_WITHIN_S = 0.5
 """Within this time, a main thread that runs Python code handles a signal."""
 PEER_GONE_S = 1.0
@@ -34,9 +37,7 @@ PEER_GONE_S = 1.0
 
 
 def heeded_signals() -> frozenset[signal.Signals]:
-    """Return the signals that ask this process to stop. Under `nohup`, SIGHUP is not one of
-    them.
-    """
+    """Return the signals that ask this process to stop. Under `nohup`, this excludes SIGHUP."""
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return frozenset(STOP_SIGNALS) - ({signal.SIGHUP} if is_nohup else set())
 
@@ -56,8 +57,8 @@ class StopRequest:
     """Remembers that someone asked the run to stop.
 
     Inside `deferred()` a signal only sets the flag, and the loop saves at its next step boundary.
-    Outside of it there is nothing to save, and the process ends at once. A second, later signal
-    always ends the process at once.
+    Outside it there is nothing to save, and the process ends at once. A second, later signal always
+    ends the process at once.
     """
 
     def __init__(self, *, max_time_s: float = math.inf) -> None:
@@ -81,7 +82,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """The signal or key that asked for the stop; None if another rank was asked."""
+        """The signal or key that requested the stop; None if another rank received the request."""
         return self.signal_name or ("trainer.max_time" if self.is_set else None)
 
     @contextlib.contextmanager
@@ -117,7 +118,7 @@ class StopRequest:
 def _leave_unsaved(number: int) -> NoReturn:
     if report_exit_code(EXIT_RESUMABLE):
         name = signal.Signals(number).name
-        say(f"stopped by {name}; the same command continues from the last checkpoint\n")
+        say(f"stopped by {name}; run the same command to continue from the last checkpoint\n")
     os._exit(EXIT_RESUMABLE)
 
 
@@ -149,8 +150,8 @@ def lost_ranks() -> list[int]:
 def report_exit_code(code: int) -> bool:
     """Report to the launcher how the run ended. Return True for the first rank of its machine.
 
-    The first rank to fail is the cause. Later ones do not overwrite its code and need not print
-    their error.
+    The first rank to fail is the cause. Later ranks do not overwrite its code and need not print
+    their errors.
     """
     return ask_launcher(lambda status: status.report(code), otherwise=True)
 
@@ -163,8 +164,8 @@ def reported_exit_code() -> int | None:
 def leave(code: int) -> None:
     """End this process with the run's exit code.
 
-    Under the launcher, an orderly end on which all ranks agree exits with 0. Otherwise torchrun
-    would take it for a crash.
+    Under the launcher, an orderly end on which all ranks agree exits with 0, because torchrun
+    treats any other code as a crash.
     """
     report_exit_code(code)
     sys.stdout.flush()

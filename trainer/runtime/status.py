@@ -1,10 +1,10 @@
 """Messages from the ranks of a machine to their launcher, in unnamed files.
 
-The files are in the launcher's memory (memfd), so nothing that cleans TMPDIR can remove them.
-torchrun's agent closes inherited descriptors; therefore `SFT_STATUS` holds the paths /proc/<pid of
-the launcher>/fd/<descriptor>, which the ranks open. The first file takes exit codes. Each rank has
-one more file: it begins with the rank's last heartbeat, which carries its pid, and continues with
-the stacks that the rank appends on SIGUSR2.
+The files are in memory (memfd), so no cleanup of TMPDIR can remove them. torchrun's agent closes
+inherited descriptors; therefore `SFT_STATUS` holds the paths /proc/<pid of the
+launcher>/fd/<descriptor>, which the ranks open. The first file holds exit codes. Each rank has one
+more file: it begins with the rank's last heartbeat, which carries its pid, and continues with the
+stacks that the rank appends on SIGUSR2.
 """
 
 import os
@@ -22,7 +22,7 @@ LOST_RANK = 70
 prints the cause.
 """
 ABORTED = 134
-"""Internal exit code of the agent when SIGABRT ended a rank and nothing else ended one."""
+"""Internal exit code of the agent if SIGABRT was the only cause that ended ranks."""
 _RECORD = struct.Struct("<dQd24sd")
 """Time of the beat, pid, allowed silence, phase, and the time again: if the times differ, the
 record is half written.
@@ -31,7 +31,7 @@ record is half written.
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's last sign of life. All processes of a machine share the clock of `at_s`.
+    """The last heartbeat of a rank. All processes of a machine share the clock of `at_s`.
 
     The rank may be silent for `limit_s` seconds; infinity means that it is not watched.
     """
@@ -56,7 +56,7 @@ class Status:
         self._exit_codes, *self._ranks = map(Path, address.split(":"))
 
     def open_rank(self, number: int) -> int:
-        """Return a descriptor for `write_beat`. Other writes to it append stacks."""
+        """Return a descriptor for `write_beat`. Any other write to it appends stacks."""
         descriptor = os.open(self._ranks[number], os.O_WRONLY | os.O_CLOEXEC)
         os.lseek(descriptor, 0, os.SEEK_END)
         return descriptor
@@ -82,7 +82,7 @@ class Status:
             return file.tell() == len(line)
 
     def exit_code(self) -> int | None:
-        """Return the first reported exit code that is a cause; None if there is none."""
+        """Return the first reported exit code that names a cause; None if there is none."""
         codes = map(int, self._exit_codes.read_bytes().split())
         return next((code for code in codes if code != LOST_RANK), None)
 
@@ -112,7 +112,7 @@ def launcher_status() -> Status | None:
 
 
 def ask_launcher(question: Callable[[Status], T], *, otherwise: T) -> T:
-    """Ask the launcher's files. Return `otherwise` if there is no launcher or it is gone."""
+    """Query the launcher's files. Return `otherwise` if there is no launcher or it is gone."""
     status = launcher_status()
     try:
         return otherwise if status is None else question(status)

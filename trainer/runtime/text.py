@@ -13,7 +13,7 @@ def readable(size_bytes: float) -> str:
 def clean(text: str) -> str:
     """Replace control characters, which must not reach a terminal or a page.
 
-    Call this where text is printed or drawn, not where it is stored.
+    Call this when printing or drawing text, not when storing it.
     """
     return "".join(c if c.isprintable() else "�" for c in text)
 

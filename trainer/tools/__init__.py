@@ -1,1 +1,1 @@
-"""Optional commands: each measures or reads what the trainer makes, and none knows another."""
+"""Optional commands that measure or read the results of training. No command imports another."""

@@ -27,7 +27,8 @@ class Backend:
 
     close_timeout_s: ClassVar[float] = 15.0
     is_inline: ClassVar[bool] = False
-    """True if calls run in the caller's thread, as they do for the console to keep lines in order."""
+    """True if calls run in the caller's thread. The console needs this to keep its lines in order.
+    """
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules that the backend imports."""
     install: ClassVar[str] = ""
@@ -51,8 +52,8 @@ class Backend:
     def log(self, row: MetricsRow) -> None: ...
 
     def rewind(self, step: int) -> None:
-        """Continue from the finished step `step`. Rows of later steps follow again; after a
-        rollback they have different values.
+        """Continue from the finished step `step`. Rows of later steps will follow again, with
+        different values after a rollback.
         """
 
     def alert(self, event: Event) -> None:
@@ -66,9 +67,9 @@ class ContinuedBackend(Backend):
 
     It first receives the rows of earlier attempts that it lacks, then the rows of this attempt. A
     killed attempt has sent rows of steps that come after its last checkpoint. The next attempt
-    repeats these steps, and the same rows are not sent again. Trackers hold rows for a moment
-    before they write them. Therefore `run.json` records a step as sent only `RECORD_INTERVAL_S`
-    after it was sent, so that a kill loses no row.
+    repeats these steps, and the same rows are not sent again. Trackers buffer rows briefly.
+    Therefore `run.json` records a step as sent only `RECORD_INTERVAL_S` after it was sent, so that
+    a kill loses no row.
     """
 
     _run_id: str
@@ -101,8 +102,8 @@ class ContinuedBackend(Backend):
         self._run_id = self.connect(run_id)
         if self._is_empty and sent > NOTHING_SENT:
             logger.warning(
-                "tracker '%s' has no row of its run %s, to which earlier attempts sent the steps up "
-                "to %d; this attempt sends every earlier step again",
+                "tracker '%s' has lost the rows of its run %s, to which earlier attempts sent the "
+                "steps up to %d; this attempt resends every earlier step",
                 self.name,
                 run_id,
                 sent,

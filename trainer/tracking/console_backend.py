@@ -12,7 +12,7 @@ from trainer.tracking.backend import Backend
 from trainer.tracking.metrics_file import MetricsRow
 
 JOINED = ("±", "at step")
-"""A part of a line that begins like this follows the part before it without a separator."""
+"""A part of a line that begins with this text follows the previous part without a separator."""
 
 
 class ConsoleBackend(Backend):

@@ -46,7 +46,8 @@ class EventsFile(AppendFile):
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events in the order in which they were written, without torn or foreign lines.
+    """Return the events in the order in which they were written, without damaged or unrelated
+    lines.
 
     Returns an empty list if there is no file.
     """

@@ -1,4 +1,4 @@
-"""The one object to which the training loop logs. It writes rows and events to files, and hands
+"""The single object to which the training loop logs. It writes rows and events to files, and passes
 them to the chosen backends.
 """
 
@@ -52,14 +52,14 @@ class Tracking:
     removes it. Any thread may call the methods.
 
     `log_every` is the number of steps between console lines. Trackers show runs with the same
-    `group` together. It is by default the name of the experiment, and the environment variable
-    `WANDB_RUN_GROUP` overrides it. `run_dir` is by default `trainer.default_local_dir` from
-    `config`, otherwise `checkpoints/<project>/<experiment>`.
+    `group` together. It defaults to the name of the experiment; the environment variable
+    `WANDB_RUN_GROUP` overrides it. `run_dir` defaults to `trainer.default_local_dir` from `config`,
+    or else to `checkpoints/<project>/<experiment>`.
 
     Raises `ConfigError` for an unknown backend, for a backend whose package is missing, and for a
     directory that holds a different run or in which a different process is training. Raises
-    `CannotWriteError` if one of its own files cannot be opened. After that, no failure of a disk, a
-    network or a tracker reaches the caller.
+    `CannotWriteError` if one of its own files cannot be opened. After that, failures of a disk, a
+    network or a tracker never reach the caller.
     """
 
     def __init__(
@@ -110,7 +110,9 @@ class Tracking:
         self._has_started = self._has_finished = False
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Store facts about this attempt in `run.json`. They replace those of earlier attempts."""
+        """Store facts about this attempt in `run.json`, in place of the facts about earlier
+        attempts.
+        """
         self._info.run_file.update(**facts)
 
     def start(self, step: int) -> None:
@@ -145,9 +147,9 @@ class Tracking:
     def log(self, data: Mapping[str, float], step: int, kind: str | None = None) -> None:
         """Record the metrics of a step. Values must be plain ints or floats.
 
-        Without `kind`, the kind of a row with a `val/` key is "val", and that of any other row is
-        "train". Other kinds, such as "system" or "epoch", are allowed. If a metric is logged
-        several times for the same kind and step, the last value counts.
+        Without `kind`, the kind of a row with a `val/` key is "val", and any other row is "train".
+        Other kinds, such as "system" or "epoch", are allowed. If a metric is logged several times
+        for the same kind and step, the last value counts.
         """
         row = MetricsRow.of(data, step, kind)
         with self._lock:
@@ -160,7 +162,9 @@ class Tracking:
             self._send("log", row)
 
     def log_rows(self, step: int, losses: SampleLosses, location: Callable[[int], str]) -> None:
-        """Record the losses of a step's samples. `location` returns the place of a sample id."""
+        """Record the losses of a step's samples. `location` returns the place of a sample, given
+        its id.
+        """
         with self._lock:
             self._require_open("log_rows", step)
             self._row_losses.write(step, losses, location)
@@ -231,12 +235,14 @@ class Tracking:
 
 
 def with_environment(names: Sequence[str]) -> list[str]:
-    """Return the chosen backends without duplicates, with "wandb" added or removed as USE_WANDB
-    says.
+    """Return the chosen backends without duplicates, with "wandb" added or removed according to
+    USE_WANDB.
     """
     wish = os.environ.get(USE_WANDB, "").lower()
     if wish not in ("", "true", "false"):
-        raise ConfigError(f"{USE_WANDB} in the environment must be true or false, got '{wish}'")
+        raise ConfigError(
+            f"the environment variable {USE_WANDB} must be true or false, got '{wish}'"
+        )
     chosen = [name for name in dict.fromkeys(names) if name != "wandb" or not wish]
     return [*chosen, "wandb"] if wish == "true" else chosen
 

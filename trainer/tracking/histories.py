@@ -3,8 +3,8 @@
 In the training history, `loss` is the mean over the epoch's tokens; in the validation history, it
 is the epoch's last validation loss. The other columns are the metrics with a `csv` entry in the
 table of metrics, and the mean of each of the user's own metrics (`Train/Reward_Mean` becomes
-`reward_mean`). Values that are not finite are left out. `nonfinite_steps` counts the steps whose
-loss is not finite.
+`reward_mean`). Non-finite values are left out. `nonfinite_steps` counts the steps with a non-finite
+loss.
 """
 
 import csv
@@ -110,9 +110,9 @@ def _is_shown(key: str) -> bool:
 
 def _line(kind: str, epoch: int, values: Values) -> Cells:
     """Return a row of a history: the metrics of an epoch or a validation, reduced as the table of
-    metrics says.
+    metrics defines.
 
-    The loss is the mean over tokens. Values that are not finite are left out and counted.
+    The loss is the mean over tokens. Non-finite values are left out and counted.
     """
     steps = values.pop(STEP)
     losses = values.pop(f"{kind}/loss", [])

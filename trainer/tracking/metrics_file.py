@@ -5,13 +5,13 @@ metrics. JSON has no NaN and no infinity. Such a value is null, and `nonfinite` 
 "nan", "inf" or "-inf".
 
 The kinds of rows are "train", "val", "end" (metrics that became known only after the last step) and
-any others that were logged ("system", "epoch"). Two more kinds are markers without metrics: every
+any other logged kinds ("system", "epoch"). Two more kinds are markers without metrics: every
 attempt writes "start" before its first row, and an attempt writes "rollback" when it goes back.
 Rows are appended and never rewritten.
 
-A marker with step s means that the run continues from the finished step s: rows that stand before
-the marker and have later steps no longer count. If several rows with the same kind and step count,
-the last value of each metric is used.
+A marker with step s means that the run continues from the finished step s: earlier rows with later
+steps no longer count. If several rows with the same kind and step count, the last value of each
+metric is used.
 """
 
 import json
@@ -46,7 +46,7 @@ class Past:
     num_attempts: int
     duration_s: float
     last_step: int
-    """The last step whose rows count."""
+    """The last step whose rows are still valid."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,7 @@ class MetricsRow:
         key, for a value that is not a plain number, and `ValueError` for a reserved key or kind.
         """
         if kind in MARKERS:
-            raise ValueError(
-                f"rows of kind '{kind}' are written by Tracking alone: choose a different kind"
-            )
+            raise ValueError(f"only Tracking writes rows of kind '{kind}': choose a different kind")
         numbers: dict[str, float] = {}
         for key, value in data.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -122,14 +120,14 @@ def now_s() -> float:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows that no later attempt or rollback replaced, sorted by step and kind.
 
-    Values that are named in `nonfinite` are converted back to floats. Torn or foreign lines are
-    skipped.
+    Values that are named in `nonfinite` are converted back to floats. Damaged or unrelated lines
+    are skipped.
     """
     return list(_contents(path))
 
 
 def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[MetricsRow]:
-    """Yield the rows of `read_metrics` one by one, so that a long run does not fill the memory.
+    """Yield the rows of `read_metrics` one by one to limit the memory of a long run.
 
     With `before_attempt`, yield only the rows that earlier attempts wrote.
     """
@@ -139,7 +137,7 @@ def read_rows(path: Path, *, before_attempt: int | None = None) -> Iterator[Metr
 
 
 def read_places(path: Path, *, before_attempt: int) -> Iterator[tuple[int, str]]:
-    """Yield (step, kind) of every row of earlier attempts, also of rows that no longer count."""
+    """Yield (step, kind) of every row of earlier attempts, including rows that no longer count."""
     return ((step, kind) for step, attempt, kind, _ in _columns(path) if attempt < before_attempt)
 
 

@@ -19,7 +19,7 @@ FILE_NAME = "row_losses.jsonl"
 NUM_PLACES = 4
 """The number of samples of a step whose places are recorded."""
 MAX_BYTES = 2**26
-"""A longer file is not read, because that would take too long."""
+"""A larger file is not read, because that would take too long."""
 DIGITS = 6
 
 
@@ -54,7 +54,7 @@ class SampleLosses:
 class HardRow:
     """A sample over all steps in which it was trained and its batch had a finite loss.
 
-    `excess` is the average over these steps of its mean loss minus that of its batch.
+    `excess` is the average over these steps of its mean loss minus the mean loss of its batch.
     """
 
     place: str
@@ -72,7 +72,7 @@ class RowLossFile(AppendFile):
         self._attempt = attempt
 
     def write(self, step: int, losses: SampleLosses, location: Callable[[int], str]) -> None:
-        """Write the line of a step. `location` returns the place of a sample id."""
+        """Write the line of a step. `location` returns the place of a sample, given its id."""
         sums = np.round(losses.loss_sums, DIGITS).tolist()
         self.append(
             {
@@ -118,8 +118,8 @@ def read_row_losses(path: Path) -> tuple[dict[int, SampleLosses], dict[int, str]
 def read_hard_rows(
     path: Path, *, limit: int
 ) -> tuple[list[HardRow], dict[int, list[tuple[str, float]]]]:
-    """Return the `limit` samples whose losses exceed their batches' losses the most, and for each
-    step the places and mean losses of its hardest samples. Raises `OSError`.
+    """Return the `limit` samples whose losses exceed their batches' losses the most, and, for each
+    step, the places and mean losses of its hardest samples. Raises `OSError`.
     """
     steps, places = read_row_losses(path)
     excesses: dict[int, list[float]] = defaultdict(list)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "run.json"
 NOTHING_SENT = -1
-"""Stands for the last step sent while a tracker run is new. Step 0 is the state before training."""
+"""The last step sent to a new tracker run. Step 0 is the state before training."""
 ELSEWHERE = (
     "Fix: log into a different directory (run_dir, trainer.default_local_dir or "
     "trainer.experiment_name)"
@@ -35,8 +35,8 @@ class RunFile:
         self._content = read_run_file(path)
 
     def require(self, project_name: str, experiment_name: str) -> None:
-        """Raise `ConfigError` if the directory holds a different run: each run would discard the
-        rows of the other.
+        """Raise `ConfigError` if the directory holds a different run, because two runs would
+        discard each other's rows.
         """
         holder = (self._content.get("project_name"), self._content.get("experiment_name"))
         if None not in holder and holder != (project_name, experiment_name):
@@ -46,7 +46,7 @@ class RunFile:
             )
 
     def tracker(self, name: str) -> tuple[str | None, int]:
-        """Return the id of a tracker's run, and the last step whose rows it is sure to have."""
+        """Return the id of a tracker's run, and the last step whose rows it certainly has."""
         run_id = self._entries("run_ids").get(name)
         last_step = self._entries("last_sent").get(name)
         if not isinstance(run_id, str) or not isinstance(last_step, int):  # edited by hand
@@ -78,7 +78,7 @@ class RunFile:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """Return the content, or {} without a readable file. Other code may store keys of its own."""
+    """Return the content, or {} without a readable file. Other code may store additional keys."""
     try:
         content = json.loads(read_regular(path))
     except FileNotFoundError:
@@ -94,8 +94,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     tree = read_run_file(run_dir / FILE_NAME).get("config")
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"'{run_dir / FILE_NAME}' does not hold the configuration of the run. Fix: name the "
-            f"directory in which it was trained, with that file"
+            f"'{run_dir / FILE_NAME}' does not contain the configuration of the run. Fix: use the "
+            f"original run directory, which has this file"
         )
     return tree
 

@@ -10,7 +10,7 @@ FLUSH_S = 5
 
 
 class TensorboardBackend(ContinuedBackend):
-    """A later attempt or a rollback purges the steps that it repeats. Each step is drawn once."""
+    """A later attempt or a rollback purges the steps that it repeats, so each step appears once."""
 
     modules = ("tensorboard", "torch.utils.tensorboard")
     install = "'tensorboard>=2.18'"

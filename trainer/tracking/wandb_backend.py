@@ -17,7 +17,7 @@ FINISH_TIMEOUT_S = 50.0
 MAX_TITLE_CHARS = 63
 STEP = "trainer/step"
 ROWS_PER_ATTEMPT = 10**9
-"""A number of rows that no attempt exceeds."""
+"""More rows than any attempt logs."""
 
 
 def require_login() -> None:
@@ -31,7 +31,7 @@ def require_login() -> None:
 
 
 class WandbBackend(ContinuedBackend):
-    """Sends the step as the metric `trainer/step`. Wandb's own step must never decrease, so it
+    """Sends the step as the metric `trainer/step`. Wandb's internal step must never decrease, so it
     counts rows. After a rollback, the repeated steps appear twice, because wandb cannot remove
     rows.
     """
@@ -47,10 +47,10 @@ class WandbBackend(ContinuedBackend):
         mode = os.environ.get("WANDB_MODE")
         if mode in ("offline", "dryrun"):
             run_dir = self.info.run_dir
-            return f"wandb offline, to upload: wandb sync {run_dir}/wandb/offline-run-*"
+            return f"wandb offline; upload with: wandb sync {run_dir}/wandb/offline-run-*"
         if mode == "disabled":
             return "wandb disabled by WANDB_MODE"
-        return f"wandb project {self._project}, its address follows"
+        return f"wandb project {self._project} (wandb prints the URL)"
 
     def connect(self, run_id: str | None) -> str:
         import wandb

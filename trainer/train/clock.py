@@ -72,7 +72,7 @@ class PhaseClock:
         self.begin()
 
     def begin(self) -> None:
-        """Start a step. The time since the last mark does not count towards any step."""
+        """Start a step. The time since the last mark counts towards no step."""
         self._marks = []
         self.mark("")
 
@@ -84,11 +84,11 @@ class PhaseClock:
         self._marks.append(_Mark(phase, time.perf_counter(), event))
 
     def exclude(self) -> None:
-        """Leave the time since the last mark, such as a validation or a save, out of the step."""
+        """Exclude the time since the last mark, such as a validation or a save, from the step."""
         self.mark("")
 
     def lap(self) -> defaultdict[str, float]:
-        """End the step, and return its seconds by phase (0 without a mark). The next step begins.
+        """End the step, begin the next one, and return seconds by phase (0 without a mark).
 
         `other` is the time outside the named phases, and `step` is the step's wall time.
         """

@@ -73,7 +73,7 @@ def _settle_debts(run: Run) -> int | None:
         run.checkpoints.settle(step, run.guard.history)
     run.loop.has_stopped_early &= run.guard.is_out_of_patience
     if run.loop.has_stopped_early:
-        logger.info("the run has already ended early, at step %d", step)
+        logger.info("the run already ended early, at step %d", step)
         return EXIT_DONE
     return None
 
@@ -93,7 +93,9 @@ def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
 
 def _stopped(run: Run, step: int) -> int:
     reason = run.stop.reason or "a signal"
-    logger.info("stopped at step %d on %s: saved, and the same command continues", step, reason)
+    logger.info(
+        "stopped at step %d by %s and saved; run the same command to continue", step, reason
+    )
     return EXIT_RESUMABLE
 
 
@@ -112,7 +114,8 @@ def _save(run: Run, row: dict[str, float], *, is_required: bool) -> None:
 
 
 def _roll_back(run: Run, onset: int, reason: str) -> bool:
-    """Load the newest good checkpoint well before step `onset`, and skip the batches around it.
+    """Load the newest good checkpoint well before step `onset`, and skip the batches around that
+    step.
 
     Returns False if there is no such checkpoint. After a crash at any point, the run can continue.
     Collective.
@@ -137,8 +140,8 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
 def validate(run: Run, step: int) -> bool:
     """Measure and log the token-weighted loss over all validation samples after `step`.
 
-    Returns True if the run ends early. If a stop request interrupts the validation, the run still
-    owes it, and the next start runs it first.
+    Returns True if the run ends early. If a stop request interrupts the validation, the next start
+    runs it before the first step.
     """
     batches = run.validation_batches
     run.loop.owes_validation = batches is not None

@@ -1,8 +1,7 @@
 """Decide what to do about abnormal steps and validations, which `trainer.train.detection` finds.
 
 The guard sees only values that are bit-equal on all ranks, so every rank makes the same decisions.
-Each step's packet contains the number of decisions, so that a rank that decided differently is
-noticed at once.
+Each step's packet contains the number of decisions, which reveals at once if ranks disagree.
 """
 
 from collections import deque
@@ -18,10 +17,10 @@ from trainer.train.packet import Values
 from trainer.train.parts import Decision, Part, StepResult
 
 NUM_EARLY_STEPS = 100
-"""Steps within which a run that learns nothing is stopped. Later, only a warning follows."""
+"""A run that learns nothing within this many steps is stopped. Later, the guard only warns."""
 NONFINITE_LIMITS = ((5, 5), (10, 200))
-"""(number, window in steps): the run gives up after this number of steps without a finite loss and
-gradient within the window. The updates of such steps are skipped in any case.
+"""(number, window in steps): the run stops after this number of non-finite losses or gradients
+within the window. The updates of such steps are always skipped.
 """
 MAX_ROLLBACKS = 3
 MAX_EPISODES = 100
@@ -64,7 +63,7 @@ class Guard(Remembered, Part):
         self._overfit = ValidationWatch(patience=self._patience, rows=validation)
         self._nonfinite_steps: deque[int] = deque(maxlen=max(NONFINITE_LIMITS)[0])
         self.rollbacks = Rollbacks()
-        """All rollbacks of the run so far. Repeated trouble at the same place lowers the learning
+        """All rollbacks of the run so far. A second rollback at the same place lowers the learning
         rate.
         """
         self.num_skipped = 0
@@ -84,7 +83,9 @@ class Guard(Remembered, Part):
         return {"decisions": self.num_decisions}
 
     def after_step(self, step: StepResult) -> None:
-        """Decide about the step. Raises `RuntimeError` if the ranks' earlier decisions differ."""
+        """Decide what to do after a step. Raises `RuntimeError` if earlier decisions of the ranks
+        differ.
+        """
         decisions = step.totals.by_rank["decisions"]
         if len(set(decisions)) > 1:
             raise RuntimeError(
@@ -181,7 +182,7 @@ class Guard(Remembered, Part):
         self.load_state_dict({name: forgotten[name] for name in COUNTS})
 
     def _answer(self, anomaly: Anomaly) -> Decision | None:
-        """Report an anomaly. Return the decision that it requires; None if a warning is enough."""
+        """Report an anomaly. Return the required decision, or None if a warning is enough."""
         level = anomaly.level
         step = anomaly.step
         is_harmful = level in (Level.SEVERE, Level.DIVERGING)

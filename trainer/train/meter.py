@@ -112,8 +112,8 @@ class Meter(Remembered, Part):
     def after_step(self, step: StepResult) -> None:
         """End the timing of the step, and add times and speeds to its row.
 
-        The times of its phases reach all ranks in the next step's packet, so the next row reports
-        them. An attempt's first row reports the times of its own step and rank.
+        The next step's packet brings the phase times to all ranks, so the next row reports them. An
+        attempt's first row reports the phase times of its own step and rank.
         """
         # the first row of an attempt includes the data facts too
         if is_rare(step.batch.step) or not self._step_s:

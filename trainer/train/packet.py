@@ -1,8 +1,7 @@
 """One packed sum over ranks per step, and one copy to the host.
 
-The sum also carries values of single ranks, each in a slot that all other ranks leave at zero.
-Therefore maxima, medians and the slowest rank need no second collective, and a NaN stays in the
-slot of the rank that produced it.
+The sum also carries values of single ranks, each in a slot that all other ranks leave at zero. So
+maxima, medians and the slowest rank need no second collective, and a NaN stays in its rank's slot.
 """
 
 from collections.abc import Mapping
@@ -61,7 +60,7 @@ class Packet:
 
 
 def reduce_packet(world: World, *, sums: Values, by_rank: Values | None = None) -> Packet:
-    """Add up `sums` over ranks, and give all ranks every rank's scalars in `by_rank`.
+    """Sum `sums` over ranks, and collect every rank's scalars in `by_rank`.
 
     Collective, with one all-reduce. Names and shapes must be equal on all ranks.
     """

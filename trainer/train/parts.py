@@ -1,6 +1,6 @@
 """`Part`, the interface of objects that act in every step, and the built-in parts.
 
-`trainer.train.run.PARTS` lists all parts. Add your own part to it.
+To add a part, add it to `trainer.train.run.PARTS`.
 """
 
 import math
@@ -21,7 +21,7 @@ from trainer.train.packet import Packet, Totals, Values
 from trainer.train.source_losses import losses_by_source
 
 RARE_EVERY = 50
-"""Steps between measurements that need a pass over the parameters or change slowly."""
+"""Steps between measurements that are costly (a pass over all parameters) or change slowly."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Decision:
 
 @dataclass
 class StepResult:
-    """A step whose totals have been read."""
+    """A finished step, with its totals on the host."""
 
     batch: StepBatch
     totals: Totals
@@ -138,7 +138,7 @@ class _VectorSum(Part):
 
 
 class SourceLosses(_VectorSum):
-    """The loss on each source of training data, if there are several sources."""
+    """The loss on each source of training data. Inactive with a single source."""
 
     name = "loss_by_source"
 
@@ -154,7 +154,7 @@ class SourceLosses(_VectorSum):
 
 
 class LossTerms(_VectorSum):
-    """The named terms that a loss function adds to its main formula."""
+    """Logs the named terms that a loss function adds to its main term."""
 
     name = "loss_terms"
 
@@ -177,7 +177,7 @@ class LossTerms(_VectorSum):
 
 
 class RowLosses(Part):
-    """The loss of each sample in the global batch, summed over micro-batches and ranks."""
+    """Logs the loss of each sample in the global batch, summed over micro-batches and ranks."""
 
     def __init__(self, log: Callable[[int, SampleLosses], None]) -> None:
         """`log` is called with the step and its losses, on every rank."""
@@ -207,7 +207,7 @@ class RowLosses(Part):
 
 
 class Norms(Part):
-    """The norms of the parameters and of each block's gradient, before every 50th update."""
+    """Logs the norms of the parameters and of each block's gradient before every 50th update."""
 
     def __init__(self, blocks: Mapping[str, Sequence[nn.Parameter]], *, num_replicas: int) -> None:
         self._blocks = blocks

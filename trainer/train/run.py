@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return True if an action with frequency `every` happens after `step` (counted from 1).
+    """Return True if an action that happens every `every` steps is due after `step` (from 1).
 
-    A frequency of -1 means only at the end of the run, so the result is False.
+    With -1 the action happens only at the end of the run, so the result is False.
     """
     return every > 0 and step % every == 0
 
@@ -100,9 +100,9 @@ class Run:
     def stateful_parts(self) -> dict[str, Stateful]:
         """Return everything that is saved, loaded and rolled back, by name.
 
-        Unless its class sets `state_of` (`trainer.runtime.progress`) or `is_sharded`, the state of
-        a part must be equal on all ranks; each save checks this. If a checkpoint lacks a part, the
-        part keeps its initial state.
+        The state of a part must be equal on all ranks, which each save checks, unless its class
+        sets `state_of` (`trainer.runtime.progress`) or `is_sharded`. If a checkpoint lacks a part,
+        the part keeps its initial state.
         """
         return {
             "model": ModelShards(self.model),
@@ -116,9 +116,9 @@ class Run:
         }
 
     def tell(self, kind: str, step: int, message: str, level: str) -> None:
-        """Record an event of the run; warnings also appear on the console.
+        """Record an event, and print it if it is a warning.
 
-        On ranks other than the main rank, only log warnings.
+        Ranks other than the main rank only print warnings.
         """
         if self.tracking is not None:
             self.tracking.event(kind, step, message, level)
@@ -145,15 +145,15 @@ PARTS: dict[str, Callable[[Run], Part]] = {
     "meter": lambda run: run.meter,
 }
 """Maps each part's name to a function that makes the part from the run, in the order in which parts
-act. The meter comes last, because it ends the timing of the step. Add your own part before the run
-is built, on every rank.
+act. The meter comes last, because it stops the step's timer. Add your part on every rank, before
+the run is built.
 """
 
 
 class RateState:
     """The saved learning-rate schedule.
 
-    A run always computes the rate from its step and configuration. A resume only warns if the
+    A run always computes the rate from its step and configuration; on resume, it warns if the
     schedule has changed.
     """
 

@@ -1,7 +1,7 @@
 """One optimizer step.
 
-It consists of the forward and backward passes, one reduction, the gradient norm, the decision to
-skip the update, the clipped update, and one wait for the device.
+Its stages: forward and backward passes, one reduction, the gradient norm, the decision to skip the
+update, the clipped update, and one wait for the device.
 """
 
 import torch
@@ -75,7 +75,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
 def accumulate(run: Run, batch: StepBatch) -> tuple[str, dict[str, Tensor]]:
     """Accumulate this rank's gradients of the mean loss over the whole global batch.
 
-    Returns the name of the sum whose gradient is taken, and this rank's sums, in float64 on the
+    Returns the name of the sum that is differentiated, and this rank's sums, in float64 on the
     device: the cross-entropy of the supervised tokens (`loss_sum`), the number of those tokens that
     the model finds most likely (`num_hits`), and the training loss.
     """

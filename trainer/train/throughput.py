@@ -28,14 +28,15 @@ _NAMES = {
 PEAK_TFLOPS = {name: peak for peak, names in _NAMES.items() for name in names}
 """Peak TFLOP/s by the words of the device's name: dense bfloat16 with sums in float32.
 
-The values are from the vendors' data sheets, which mostly give twice as much, for sparse matrices.
-Sources: NVIDIA's data sheet for each product (H100 and H800 without a suffix are SXM), AWS's for
-the A10G, AMD's for the Instinct series (an MI250X is two devices), and, for GeForce, NVIDIA's white
-papers on Ampere, Ada and Blackwell.
+The values come from the vendors' data sheets, most of which state the doubled figure for sparse
+matrices. Sources: NVIDIA's data sheet for each product (H100 and H800 without a suffix are SXM),
+AWS's for the A10G, AMD's for the Instinct series (an MI250X is two devices), and, for GeForce,
+NVIDIA's white papers on Ampere, Ada and Blackwell.
 """
 OTHER_DEVICE = re.compile(r"mig|\d+[abcq]|laptop|max|d|ti|super")
-"""Words in the names of devices that are not in the table: a slice of a card (MIG, or `40C` for a
-virtual GPU), or a different variant."""
+"""Words that rule out a match with the table: the device is a slice of a GPU (MIG, or `40C` for a
+virtual GPU), or a different variant.
+"""
 
 
 def peak_tflops(device: torch.device) -> float | None:

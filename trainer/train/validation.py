@@ -1,6 +1,6 @@
-"""Compute the metrics of a validation.
+"""Computes the metrics of a validation.
 
-These include the token-weighted loss, its standard error over samples, and the sample lengths.
+They include the token-weighted loss, its standard error over samples, and the sample lengths.
 
 Shape suffixes: S supervised positions, D documents.
 """

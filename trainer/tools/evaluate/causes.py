@@ -1,5 +1,5 @@
-"""Explains why the loss of an export differs from that of its step, by comparing the export's files
-with those of training.
+"""Explains why the loss of an export differs from the loss of its step, by comparing the export's
+files with the files of training.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from trainer.tools.evaluate.engines import PEFT_CONFIG, model_of
 from trainer.train.start.inputs import resolve_source
 
 RELATIVE = 1e-5
-"""The share of a sample's log-probability that a different order of additions may change."""
+"""A different order of additions may change a sample's log-probability by this share."""
 NUM_NAMED = 5
 HARMLESS_KEYS = (
     "dtype",
@@ -95,7 +95,7 @@ def _adapter(trained: Trained) -> Iterator[str]:
     if not (trained.export / PEFT_CONFIG).exists():
         return
     if trained.config.model.load_in_4bit:
-        yield "base: training used its weights in NF4 (model.load_in_4bit), but the engine does not"
+        yield "base: training used its weights in NF4 (model.load_in_4bit), but the engine does not use NF4"
     base, _ = model_of(trained.export)
     expected = trained.manifest.fingerprints.get(BASE_WEIGHTS)
     if expected and digest(base) != expected:
@@ -118,7 +118,7 @@ def _tensors(trained: Trained) -> Iterator[str]:
             yield f"weights: {error}"
     if different:
         examples = ", ".join(different[:NUM_NAMED])
-        yield f"weights: {len(different)} tensors are not the trained ones: {examples}"
+        yield f"weights: {len(different)} tensors differ from the trained tensors: {examples}"
 
 
 def _settings(trained: Trained) -> Iterator[str]:
@@ -133,7 +133,7 @@ def _settings(trained: Trained) -> Iterator[str]:
         for key in sorted(expected.keys() & exported.keys()):
             is_harmless = key.rpartition(".")[2] in HARMLESS_KEYS
             if not is_harmless and expected[key] != exported[key]:
-                yield f"{name}: {key} is {exported[key]}, training had {expected[key]}"
+                yield f"{name}: {key} is {exported[key]}, but training used {expected[key]}"
 
 
 def first_difference(trained: Trained, sums: np.ndarray, *, rounding: float) -> str | None:

@@ -38,7 +38,7 @@ answers.
 def make_generate(engine: str, python: str) -> Generate:
     """Return the function that generates answers with an engine.
 
-    vLLM runs in the interpreter `python`. Raises `ConfigError` if that has no vLLM.
+    vLLM runs in the interpreter `python`. Raises `ConfigError` if that interpreter has no vLLM.
     """
     if engine != VLLM:
         return generate_in_transformers
@@ -59,14 +59,15 @@ def model_of(export: Path) -> tuple[Path, dict[str, Any]]:
     base = Path(str(settings["base_model_name_or_path"]))
     if not base.is_dir():
         raise ConfigError(
-            f"'{export}' is an adapter, and there is no directory '{base}' for its base model.\n"
-            f"Fix: put the base model there"
+            f"'{export}' is an adapter, but the directory '{base}' of its base model does not "
+            f"exist.\n"
+            f"Fix: copy the base model to that directory"
         )
     return base, settings
 
 
 def load_model(export: Path, *, dtype: torch.dtype | Literal["auto"]) -> Any:
-    """Load an export with its transformers class, and its adapter if it has one.
+    """Load an export with its transformers class, including its adapter if it has one.
 
     `dtype="auto"` keeps the dtype of the files. Raises `ConfigError` if they cannot be read.
     """
@@ -96,7 +97,8 @@ def _from_files(loader: Any, path: Path, **options: Any) -> Any:
         if "trust_remote_code" not in str(error):
             raise
         raise ConfigError(
-            f"'{path}' needs its own Python code (auto_map in its files), which is not run here.\n"
+            f"'{path}' needs its own Python code (auto_map in its files), which this command does "
+            f"not run.\n"
             f"Fix: score it with a program that runs this code, and record the result with --attach"
         ) from error
 
@@ -130,14 +132,15 @@ def sums_in_vllm(export: Path, samples: Samples, *, python: str) -> tuple[np.nda
 def ask_vllm(export: Path, asked: Mapping[str, Any], *, python: str) -> dict[str, Any]:
     """Run `vllm_engine.py` in the interpreter `python` on an export, and return its answer.
 
-    `asked` holds the other fields of the job. Raises `ConfigError` with the end of the log if it
-    fails.
+    `asked` holds the remaining fields of the job. Raises `ConfigError` with the end of the log if
+    it fails.
     """
     model, adapter = model_of(export)
     if adapter.get("modules_to_save"):
         raise ConfigError(
-            f"vLLM does not serve '{export}', an adapter with modules_to_save.\nFix: make the merged "
-            f"model with `{call(f'checkpoint export {export.parent} TARGET')}`, and serve that"
+            f"vLLM does not serve '{export}', an adapter with modules_to_save.\nFix: create the "
+            f"merged model with `{call(f'checkpoint export {export.parent} TARGET')}`, and serve "
+            f"that"
         )
     rank = max(LEAST_VLLM_RANK, adapter.get("r", 0))
     job = {
@@ -167,7 +170,8 @@ def require_vllm(python: str) -> None:
         if run_in(python, "-c", code).returncode == 0:
             return
     raise ConfigError(
-        f"{python} cannot import vllm.\nFix: pip install vllm, or name an interpreter that has it with --python"
+        f"{python} cannot import vllm.\nFix: pip install vllm, or pass an interpreter that has "
+        f"vLLM with --python"
     )
 
 
@@ -186,10 +190,10 @@ class _AnswerReader:
             for number, token in self.tokenizer.added_tokens_decoder.items()
             if token.special and (number in named or token.content in source)
         }
-        """Special tokens that stand around answers, not in them."""
+        """Special tokens that surround answers and never occur in them."""
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer, which ends before the first stop token."""
+        """Return the text of an answer, up to the first stop token."""
         own = takewhile(lambda number: number not in self.stop_ids, ids)
         kept = [number for number in own if number not in self._around]
         return str(self.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
@@ -199,7 +203,9 @@ class _AnswerReader:
 def generate_in_transformers(
     export: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[str]:
-    """Return the answers of transformers, to `BATCH` prompts at a time, padded on the left."""
+    """Return transformers' answers. Prompts are processed in batches of `BATCH`, padded on the
+    left.
+    """
     transformers.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     reader = _AnswerReader(export)

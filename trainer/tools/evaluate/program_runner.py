@@ -1,4 +1,5 @@
-"""Runs one program and its tests under limits: reads a job from stdin, and prints why it fails.
+"""Runs one program and its tests under limits: reads a job from stdin, and prints why the program
+fails.
 
 `programs.py` starts this file, which may use only the standard library. The program runs in a child
 process. The parent only adopts the program's orphans (PR_SET_CHILD_SUBREAPER), so that
@@ -18,7 +19,7 @@ MAX_FILE_BYTES = 64 * 2**20
 MAX_OPEN_FILES = 64
 MAX_REASON_CHARS = 200
 VERDICT = "verdict:"
-"""The mark that precedes the reason. If it is missing, the program ended before its tests."""
+"""The marker before the reason. If it is missing, the program ended before its tests."""
 
 
 def main() -> None:
@@ -76,7 +77,7 @@ def why_it_fails(code: str, tests: list[str]) -> str:
 
 
 def _holds(test: str, namespace: dict[str, Any]) -> bool:
-    """Return whether a test holds: an expression if it is true, statements if they do not raise."""
+    """Return True if a test passes: an expression that is true, or statements that do not raise."""
     try:
         expression = compile(test, "test.py", "eval")
     except SyntaxError:

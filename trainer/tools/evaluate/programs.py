@@ -32,14 +32,14 @@ from trainer.tools.evaluate import program_runner
 BUBBLEWRAP = "bwrap"
 SYSTEM_DIRECTORIES = ("/usr", "/lib", "/lib64", "/bin")
 TIME_LIMIT_S = 10.0
-"""The wall time that a program may take, including its tests."""
+"""The wall time limit of a program, including its tests."""
 MEMORY_BYTES = 512 * 2**20
 """The address space that each process of a program may use."""
 MAX_VERDICT_BYTES = 4096
-"""A verdict of up to this size arrives in one piece (PIPE_BUF)."""
+"""A verdict of up to this size is written atomically (PIPE_BUF)."""
 MAX_PROCESSES = 16
 FIRST_UID = 2**30
-"""Programs of root run under a random user id from this one on, which no user has."""
+"""Programs started by root run under a random user id from this value up, which no user has."""
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def has_bubblewrap() -> bool:
 
 
 def require_isolation() -> str:
-    """Return a sentence that describes how programs are isolated on this machine.
+    """Return a sentence that describes how this machine isolates programs.
 
     Raises `ConfigError` for root without a working bubblewrap.
     """
@@ -61,8 +61,9 @@ def require_isolation() -> str:
         return "programs run inside bubblewrap: no network, no files but the Python installation"
     if os.geteuid() == 0:
         raise ConfigError(
-            "the programs of a model cannot be limited: you are root, and bubblewrap is missing or "
-            "may not run.\nFix: apt-get install bubblewrap, or run this command as a user without root rights"
+            "the model's programs cannot be limited: you are root, and bubblewrap is missing or "
+            "not permitted to run.\nFix: apt-get install bubblewrap, or run this command as a "
+            "non-root user"
         )
     return (
         "programs run WITHOUT a sandbox: they can read and write your files and use the network. "
@@ -123,7 +124,7 @@ def judge(python: list[str], runner: str, job: dict[str, Any], work: str) -> str
 
 
 def _num_tasks_of_user() -> int:
-    """Return the number of threads that this user runs, which RLIMIT_NPROC limits."""
+    """Return the number of this user's threads, which RLIMIT_NPROC limits."""
     count = 0
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -2,9 +2,9 @@
 
 The engine receives exactly the tokens that the run validated on. Its loss over the supervised ones
 must equal `val/loss`, within a tolerance. The tolerance follows from measured differences between
-correct losses: the export's loss is computed in the dtype in which it is served and in a wider one.
-If the run computed with wider weights than the export has, the trained model's loss is also
-computed with its own weights and with rounded ones.
+correct losses: the export's loss is computed in its serving dtype and in a wider dtype. If the run
+used wider weights than the export has, the trained model's loss is also computed with its original
+weights and with rounded weights.
 
 Let D_i be the difference of sample i's summed log-probability, in one row for each of these
 comparisons, and N the number of supervised tokens of all samples. The tolerance is (the sum over
@@ -49,9 +49,9 @@ PROOFS = "proofs"
 class Certificate:
     """The result of comparing an export with the trained model, filled in step by step.
 
-    `base_loss` is the loss of an adapter's base model alone. `causes` and `first_difference` are
-    set if the losses differ. `served_loss` and `tolerance` are NaN if the engine cannot load the
-    export.
+    `base_loss` is the loss of the base model without the adapter. `causes` and `first_difference`
+    are set if the losses differ. `served_loss` and `tolerance` are NaN if the engine cannot load
+    the export.
     """
 
     step: int
@@ -108,7 +108,7 @@ def read_trained(checkpoint: Path) -> Trained:
     """Read a checkpoint and the validation at its step.
 
     Raises `ConfigError` if the checkpoint is damaged, or if its step was not validated on the
-    present data. Raises `DataError` if the data cannot be read.
+    current data. Raises `DataError` if the data cannot be read.
     """
     info = layout.inspect(checkpoint)
     run_dir = checkpoint.resolve().parent
@@ -129,8 +129,8 @@ def read_trained(checkpoint: Path) -> Trained:
     num_validated = int(rows[-1]["val/total_valid_token_count"])
     if num_loss_tokens != num_validated:
         raise ConfigError(
-            f"the validation data changed after step {info.step}: {num_loss_tokens} supervised "
-            f"tokens, {num_validated} were validated.\nFix: restore the files"
+            f"the validation data changed after step {info.step}: it has {num_loss_tokens} "
+            f"supervised tokens, but {num_validated} were validated.\nFix: restore the data files"
         )
     return Trained(
         info=info,
@@ -144,7 +144,7 @@ def read_trained(checkpoint: Path) -> Trained:
 
 
 def _dtypes(trained: Trained) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtype for serving, which is no wider than that of the validation, and a wider
+    """Return the serving dtype, which is no wider than the dtype of the validation, and a wider
     dtype.
     """
     config = trained.config
@@ -188,10 +188,12 @@ def compare(trained: Trained, result: Certificate, python: str) -> None:
         base_sums = engines.sums_in_transformers(base, samples, dtype=wide)
         result.base_loss = -float(base_sums.sum()) / trained.num_loss_tokens
         if abs(result.base_loss - loss) <= tolerance:
-            causes.append("adapter: the served loss is that of the base model without the adapter")
+            causes.append(
+                "adapter: the served loss equals the loss of the base model without the adapter"
+            )
     result.is_equal = abs(loss - trained.loss) <= tolerance and not causes
     if not result.is_equal:
         rounding = spread / math.sqrt(len(samples))
         result.first_difference = first_difference(trained, sums, rounding=rounding)
         if not causes:
-            causes.append("unknown: the export is complete and holds the trained weights")
+            causes.append("unknown: the export is complete and contains the trained weights")

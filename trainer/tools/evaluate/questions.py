@@ -1,4 +1,4 @@
-"""Reads the questions for a model, with the prompts that training would make of their rows."""
+"""Reads the questions for a model, with the same prompts that training would build from their rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -50,8 +50,8 @@ def read_questions(run_dir: Path, path: Path | None, *, answer_key: str) -> list
         sources = [(source, [path]) for source in sources_of(asked, "val_files")]
     else:
         raise ConfigError(
-            f"--prompts: there is no file '{path}'.\n"
-            f"Fix: a file with rows of messages or {PROMPT} (.jsonl, .json, .parquet)"
+            f"--prompts: '{path}' does not exist.\n"
+            f"Fix: pass a file with rows of messages or {PROMPT} (.jsonl, .json, .parquet)"
         )
     encoders = Encoders(config, _model_of(run_dir, config))
     is_text = cache(lambda: _is_trained_on_text(config, encoders))  # may download the data
@@ -69,8 +69,8 @@ def read_questions(run_dir: Path, path: Path | None, *, answer_key: str) -> list
 
 
 def _model_of(run_dir: Path, config: Config) -> ModelSource:
-    """Return the run's model, or its newest export, which has the same tokenizer. Raises
-    `ConfigError` if both are gone.
+    """Return the run's model or, if it is gone, the newest export, which has the same tokenizer.
+    Raises `ConfigError` if both are gone.
     """
     try:
         return source_without_weights(config)
@@ -106,7 +106,7 @@ def _question(
         prompt = encoder.prompt(row, is_text=is_text)
     except UnusableError as error:
         raise DataError(
-            f"{place}: {error}.\nFix: repair the row; a question has {PROMPT} (text) or messages "
+            f"{place}: {error}.\nFix: repair the row; a question needs {PROMPT} (text) or messages "
             f"(a list of role and content)"
         ) from error
     expected = row.record.get(answer_key)

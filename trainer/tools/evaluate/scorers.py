@@ -11,10 +11,12 @@ from trainer.runtime.evaluations import EXEC
 from trainer.tools.evaluate.programs import run_tests
 
 NUMBER = re.compile(
-    r"((?:(?<![\w)])[-+])?)[$€£¥]?"  # a hyphen after a number or word is no sign
+    r"((?:(?<![\w)])[-+])?)[$€£¥]?"  # a hyphen after a number or word is not a sign
     r"((?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|[eE][-+]?\d{1,3}(?!\d))?)"
 )
-"""Sign and value. Longer exponents are none, because their numbers would not fit in memory."""
+"""Sign and value of a number. Longer exponents do not match, because such numbers would not fit in
+memory.
+"""
 FINAL = "####"
 """The mark that precedes the final answer in GSM8K."""
 FENCED = re.compile(r"```[^`\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
@@ -22,7 +24,7 @@ FENCED = re.compile(r"```[^`\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Question:
-    """A question that was read from one row of a file.
+    """A question from one row of a file.
 
     `ids` are the tokens of `prompt`. `expected` is the value in the row's answer column; if the row
     has none, it is the answer that training would teach. `place` is `file:line`.
@@ -35,12 +37,12 @@ class Question:
 
 
 Judge = Callable[[str], str]
-"""Returns the reason why an answer is wrong, or an empty string if it is right. Each thread calls
-a different one.
+"""A function that returns the reason why an answer is wrong, or an empty string if it is right.
+Each thread calls a separate judge.
 """
 Scorer = Callable[[Question], Judge]
-"""Returns the judge of the answers to a question. Raises `DataError` for a question that it cannot
-score.
+"""A function that returns the judge for a question. Raises `DataError` for a question that it
+cannot score.
 """
 
 
@@ -53,7 +55,7 @@ def exact(question: Question) -> Judge:
 def numeric(question: Question) -> Judge:
     """Compare the last numbers of the answer and the expected text.
 
-    If a text contains `####`, only the part after the last one counts.
+    If a text contains `####`, only the part after the last `####` counts.
     """
     expected = _number(_text(question))
     if expected is None:
@@ -61,7 +63,7 @@ def numeric(question: Question) -> Judge:
 
     def judge(answer: str) -> str:
         found = _number(answer)
-        return "" if found == expected else f"{found} is not {expected}"
+        return "" if found == expected else f"{found}, expected {expected}"
 
     return judge
 
@@ -72,8 +74,8 @@ def executed(question: Question) -> Judge:
     is_usable = isinstance(tests, list) and all(isinstance(t, str) and t.strip() for t in tests)
     if not is_usable or not tests:
         raise DataError(
-            f"{question.place}: {EXEC} needs tests: a Python text, or a list of them.\n"
-            f"Fix: name their column with --answer"
+            f"{question.place}: {EXEC} needs tests: Python code, or a list of Python code.\n"
+            f"Fix: pass the column with --answer"
         )
     return lambda answer: run_tests(program_of(answer), tests)
 
@@ -93,7 +95,7 @@ def _text(question: Question) -> str:
     if not isinstance(question.expected, str | int | float):
         raise DataError(
             f"{question.place}: the row has no answer to compare with.\n"
-            f"Fix: name its column with --answer"
+            f"Fix: pass its column with --answer"
         )
     return str(question.expected)
 

@@ -42,7 +42,7 @@ Z = 1.959964
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The questions that every checkpoint is asked, with a judge of the answers to each."""
+    """The questions for every checkpoint, each with a judge for its answers."""
 
     name: str
     questions: Sequence[Question]
@@ -116,17 +116,17 @@ def evaluate(run_dir: Path, info: Checkpoint, asked: Evaluation) -> dict[str, An
 
 
 def append_result(run_dir: Path, *, name: str, step: int, value: float) -> None:
-    """Record a result that a different program measured.
+    """Record a result that another program measured.
 
-    Raises `ConfigError` if the run has saved no checkpoint at this step.
+    Raises `ConfigError` if the run has not saved a checkpoint at this step.
     """
     info = layout.inspect(run_dir / layout.step_dir_name(step))
     events = read_events(run_dir / events_file.FILE_NAME)
     saved = {row["step"] for row in events if row["kind"] == "checkpoint"}
     if step not in saved and not info.path.is_dir():
         raise ConfigError(
-            f"step {step}: the run has saved no such checkpoint in '{run_dir}'.\n"
-            f"Fix: name one of its steps, which `{call(f'checkpoint ls {run_dir}')}` lists"
+            f"the run in '{run_dir}' has not saved a checkpoint at step {step}.\n"
+            f"Fix: use one of the steps that `{call(f'checkpoint ls {run_dir}')}` lists"
         )
     row = {
         "kind": SUMMARY,

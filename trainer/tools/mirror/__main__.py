@@ -2,7 +2,8 @@
 
 `python -m trainer.tools.mirror LAUNCHER_PID TASK` reads the configuration from the first line of
 its input. The task `prepare` prepares the mirror and the run directory. The task `follow` uploads
-checkpoints until its input ends, then uploads the last ones. Both processes die with the launcher.
+checkpoints until its input ends, then uploads the final checkpoints. Both processes die with the
+launcher.
 """
 
 import json
@@ -70,8 +71,8 @@ def prepare_in_time(trainer: TrainerConfig, storage: Storage) -> None:
 def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) -> int:
     """Upload until `ending` is set and everything is uploaded, or until the last attempt fails.
 
-    Returns the exit code. If the storage stops responding, the process exits, because it cannot
-    interrupt a library call in any other way. The launcher then starts the process again.
+    Returns the exit code. If the storage stops responding, the process exits, because a library
+    call cannot be interrupted in any other way. The launcher then starts the process again.
     """
 
     def record(event: Event) -> None:
@@ -88,7 +89,7 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
                 _answered(uploader.sync, storage, limit_s=SAVE_TIMEOUT_S)
         except Exception as error:  # a library may raise anything; the run continues
             if not is_failing:
-                logger.warning("cannot update the mirror, training continues: %s", error)
+                logger.warning("cannot update the mirror (training continues): %s", error)
                 record(Event("mirror_failed", 0, str(error), "warn"))
             is_failing = True
             if isinstance(error, SilentError) or (is_last and not last_pauses_s):
@@ -107,12 +108,12 @@ def follow(trainer: TrainerConfig, storage: Storage, ending: threading.Event) ->
 
 
 def _answered(work: Callable[[], None], storage: Storage, *, limit_s: float) -> None:
-    """Do the work. Raises `SilentError` if the storage gives no answer for `limit_s`."""
+    """Do the work. Raises `SilentError` if the storage does not respond for `limit_s`."""
     storage.answered_at = time.monotonic()
     done = begun(work)
     while not wait([done], timeout=POLL_S).done:
         if time.monotonic() - storage.answered_at > limit_s:
-            raise SilentError(f"{storage.url} has not answered for {limit_s:.0f} s")
+            raise SilentError(f"{storage.url} has not responded for {limit_s:.0f} s")
     done.result()
 
 

@@ -1,4 +1,4 @@
-"""Read the contents of a mirror, and choose the checkpoint that a run continues from.
+"""Reads the contents of a mirror, and chooses the checkpoint from which a run resumes.
 
 A mirror has the layout of a run directory, so a copy of it is a run directory:
 
@@ -73,7 +73,7 @@ def look(storage: Storage) -> MirrorState:
             continue
         for record in manifest.files:
             if sizes.get(f"{place}/{record.path}") != record.size_bytes:
-                incomplete[step] = f"{record.path} is missing or cut short"
+                incomplete[step] = f"{record.path} is missing or truncated"
                 break
         else:
             whole[step] = manifest
@@ -86,9 +86,9 @@ def look(storage: Storage) -> MirrorState:
 def claim(trainer: TrainerConfig, storage: Storage) -> str:
     """Write names and a random id of the run into a new mirror, and return the id.
 
-    The id tells runs with equal names apart. A run directory learns it once it has a checkpoint:
-    until then, the run can still continue from the mirror's. A directory with another id is refused
-    unless it has a checkpoint of the mirror.
+    The id distinguishes runs with equal names. A run directory stores the id once it has a
+    checkpoint; before that, the run can still resume from a checkpoint in the mirror. A directory
+    with a different id is refused unless it has a checkpoint from the mirror.
 
     Raises `ConfigError` if the mirror belongs to a different run or is the run directory, and
     `StorageError`.
@@ -97,7 +97,7 @@ def claim(trainer: TrainerConfig, storage: Storage) -> str:
     if storage.is_at(run_dir):
         raise ConfigError(
             f"{KEY}={storage.url} is the run directory '{run_dir}': the mirror would delete the run's "
-            f"own checkpoints.\nFix: give a URL on other storage"
+            f"own checkpoints.\nFix: use a URL on different storage"
         )
     elsewhere = (
         f"give each run its own mirror, {KEY}=…/${{trainer.project_name}}/"
@@ -128,13 +128,14 @@ def claim(trainer: TrainerConfig, storage: Storage) -> str:
         held = look(storage)
         is_shared = any(manifest.nonce in nonces for manifest in held.whole.values())
         if (held.whole or held.incomplete) and not is_shared:
-            problem = "belongs to another run of the same name"
+            problem = "belongs to a different run with the same name"
             way_out = f"move '{run_dir}' away to continue the mirror's run"
             if not is_named:
                 problem = f"has no {run_info.FILE_NAME} that names the run"
                 way_out = f"write {json.dumps(own)} to {storage.url}/{run_info.FILE_NAME}"
             raise ConfigError(
-                f"'{storage.url}' holds checkpoints, but none that '{run_dir}' holds, and {problem}.\n"
+                f"'{storage.url}' and '{run_dir}' have no checkpoint in common, and the mirror "
+                f"{problem}.\n"
                 f"Fix: {elsewhere}; or {way_out}"
             )
     if found.get("id") != run_id or not is_named:
@@ -148,7 +149,7 @@ def claim(trainer: TrainerConfig, storage: Storage) -> str:
 
 
 def uploader_of(storage: Storage) -> str | None:
-    """Return the process that last began to upload to the mirror; None if that is unknown."""
+    """Return the process that last began to upload to the mirror; None if unknown."""
     found = parsed(storage.read(UPLOADER) or b"")
     return found.get("process") if isinstance(found, dict) else None
 
@@ -159,7 +160,7 @@ def take_over(storage: Storage, process: str) -> None:
 
 
 def note(run_dir: Path, storage: Storage, **changes: object) -> None:
-    """Record what is known of the mirror in the run directory, for `checkpoint ls` too."""
+    """Record the state of the mirror in the run directory, also for `checkpoint ls`."""
     path = run_dir / STATE
     state = {"steps": [], **read_object(path), "url": storage.url, **changes}
     with suppress(OSError):
@@ -167,7 +168,7 @@ def note(run_dir: Path, storage: Storage, **changes: object) -> None:
 
 
 def _read(storage: Storage, name: str, sizes: Mapping[str, int]) -> bytes | None:
-    """Read a file that the listing may not show yet. Raises `StorageError` for a short read."""
+    """Read a file that the listing may not show yet. Raises `StorageError` for a truncated read."""
     data = storage.read(name)
     if data is not None and len(data) != sizes.get(name, len(data)):
         raise StorageError(

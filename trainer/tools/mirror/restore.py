@@ -1,4 +1,4 @@
-"""Claim the mirror before a run, and restore its newest checkpoint to an empty run directory."""
+"""Claims the mirror before a run, and restores its newest checkpoint into an empty run directory."""
 
 import logging
 import tarfile
@@ -31,10 +31,10 @@ from trainer.tools.mirror.upload import NUM_STREAMS, TRAVELS
 MIN_UNPACKED_BYTES = 2**26
 MAX_RATIO = 100
 """Logs may unpack to this many bytes, or to this multiple of the archive's size, whichever is more.
-JSON lines compress 5 to 20 times; an archive that is made to fill the disk compresses 1,000 times.
+JSON lines compress 5 to 20 times; a malicious archive compresses 1,000 times.
 """
 NUM_READS = 2
-"""Downloads of a file before it counts as damaged. A connection may end early without an error."""
+"""Downloads of a file before it counts as damaged. A broken connection may cause no error."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,20 +63,20 @@ def prepare(trainer: TrainerConfig, storage: Storage) -> None:
         choice.select(Path(trainer.default_local_dir))  # raises if its checkpoints are damaged
     elif held.candidates and held.candidates[0].step > own_step:
         logger.warning(
-            "%s holds step %d, this machine step %d: the run continues from its own checkpoint. To "
-            "use the mirror's, stop and move the run directory away",
+            "%s has step %d and this machine has step %d: the run continues from its local "
+            "checkpoint. To use the mirror's checkpoint, stop and move the run directory away",
             *(storage.url, held.candidates[0].step, own_step),
         )
 
 
 def _show_origin(storage: Storage, run_id: str, restored: Manifest) -> None:
-    """Warn whose checkpoint the run continues from: another run may have the same names."""
+    """Warn about the origin of the checkpoint, because a different run may have the same names."""
     process = None
     with suppress(StorageError):
         process = uploader_of(storage)
     logger.warning(
-        "this run continues the run %s in %s from step %d, saved at %s (uploaded by %s). If it is "
-        "a different run, stop it and choose a new trainer.experiment_name",
+        "this run continues the run %s in %s from step %d, saved at %s (uploaded by %s). If that "
+        "is a different run, stop this run and choose a new trainer.experiment_name",
         *(run_id, storage.url, restored.step, restored.created_utc, process),
     )
 
@@ -88,7 +88,7 @@ def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
     `ConfigError` if the storage refused access, otherwise `ResumableError`.
     """
     if _own_step(trainer) is not None:
-        logger.warning("%s; training continues, uploads are tried again", error)
+        logger.warning("%s; training continues, and uploads will be retried", error)
     elif error.is_refusal:
         raise ConfigError(f"{error}.\nFix: grant access, or train without {KEY}") from error
     else:
@@ -99,8 +99,7 @@ def unreachable(trainer: TrainerConfig, error: StorageError) -> None:
 
 
 def _own_step(trainer: TrainerConfig) -> int | None:
-    """Return the step that the run directory continues from; None if no checkpoint is
-    usable."""
+    """Return the step from which the run directory would resume; None if no checkpoint is usable."""
     with suppress(NoUsableCheckpointError):
         if (chosen := choice.select(Path(trainer.default_local_dir)).chosen) is not None:
             return chosen.step
@@ -116,15 +115,16 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Man
     if trainer.resume_mode == "disable":
         raise ConfigError(
             f"trainer.resume_mode=disable, but '{storage.url}' holds checkpoints up to step "
-            f"{max(held.steps)}; they are not overwritten.\n"
-            f"Fix: resume_mode=auto to continue, or a new trainer.experiment_name and {KEY}"
+            f"{max(held.steps)}, which are never overwritten.\n"
+            f"Fix: continue with trainer.resume_mode=auto, or choose a new "
+            f"trainer.experiment_name and {KEY}"
         )
     problems = [f"step {step}: {reason}" for step, reason in held.incomplete.items()]
     try:
         fsio.make_dirs(run_dir)
         with RunLock(run_dir, needs_flock=trainer.checkpoint.require_lock):
             for manifest in held.candidates:
-                layout.clean_leftovers(run_dir)  # those of the previous candidate
+                layout.clean_leftovers(run_dir)  # left by the previous candidate
                 try:
                     _take(run_dir, storage, manifest)
                     return manifest
@@ -132,14 +132,14 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Man
                     problems.append(f"step {manifest.step}: {error}")
                     logger.warning("skipped step %d of %s: %s", manifest.step, storage.url, error)
     except StorageError as error:
-        raise ResumableError(f"{error}; the same command tries again") from error
+        raise ResumableError(f"{error}; run the same command to try again") from error
     except CannotWriteError:
         raise
     except OSError as error:
         raise choice.cannot_use(run_dir, error) from error
     raise NoUsableCheckpointError(
-        "\n  ".join([f"'{storage.url}' holds checkpoints, but none to continue from:", *problems])
-        + f"\nFix: repair one of them in the mirror, or start over with a new trainer.experiment_name and {KEY}"
+        "\n  ".join([f"cannot resume from any checkpoint in '{storage.url}':", *problems])
+        + f"\nFix: repair a checkpoint in the mirror, or start over with a new trainer.experiment_name and {KEY}"
     )
 
 
@@ -158,7 +158,7 @@ def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
             if _fetched(storage, place, path, staging) == record:
                 return
             fsio.unlink(path)
-        raise _DamagedError(f"{record.path} differs from what was saved")
+        raise _DamagedError(f"{record.path} differs from the saved file")
 
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         list(pool.map(fetch, manifest.files))
@@ -195,7 +195,7 @@ def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> No
         finally:
             archive.unlink(missing_ok=True)
     logger.warning(
-        "%s cannot be read (%s): logs and trackers start over; the training state was restored",
+        "cannot read %s (%s): the training state was restored, but logs and trackers start over",
         *(RUN_FILES, problem),
     )
 

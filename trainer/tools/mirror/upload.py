@@ -1,4 +1,4 @@
-"""Update a mirror to the contents of a run directory.
+"""Updates a mirror to the contents of a run directory.
 
 An upload may stop at any point without harm; the next one starts over.
 """
@@ -50,10 +50,10 @@ TRAVELS = (
     PROOFS,
 )
 """Files of the run directory that are uploaded with each checkpoint. All other files can be derived
-from these, or are of use on one machine only.
+from these, or are useful only on one machine.
 """
 NUM_KEPT = 2
-"""Number of newest checkpoints that stay in a mirror. The best checkpoint stays too."""
+"""Number of newest checkpoints to keep in a mirror. The best checkpoint is kept too."""
 NUM_STREAMS = 4
 LOCK = ".mirror.lock"
 """A file in the run directory that the uploading process locks."""
@@ -86,7 +86,9 @@ class Uploader:
 
     @property
     def is_behind(self) -> bool:
-        """True if the run directory has changed since the last `sync`. Does not ask the storage."""
+        """True if the run directory has changed since the last `sync`. Does not contact the
+        storage.
+        """
         return self._local_state() != self._seen
 
     def sync(self) -> None:
@@ -110,7 +112,7 @@ class Uploader:
         self._seen = state
 
     def _require_uploader(self) -> None:
-        """Take the mirror over when this process begins to upload. Raises `ConfigError` if another
+        """Take over the mirror when this process begins to upload. Raises `ConfigError` if another
         process has taken it over since then.
         """
         process = uploader_of(self._storage)
@@ -124,7 +126,7 @@ class Uploader:
         self._has_begun = True
 
     def _local_state(self) -> object:
-        """Return all values that decide which checkpoints belong in the mirror."""
+        """Return all values that determine which checkpoints belong in the mirror."""
         return (
             {layout.parse_step(name) for name in fsio.list_dir(self._run_dir)},
             layout.read_pointer(self._run_dir),
@@ -132,7 +134,9 @@ class Uploader:
         )
 
     def _results(self) -> str:
-        """Return a digest of what changes in the logs without a new checkpoint; "" for nothing."""
+        """Return a digest of the logs that can change without a new checkpoint; "" if there are
+        none.
+        """
         proofs = sorted((self._run_dir / PROOFS).glob("*"))
         found = (
             rollback.read(self._run_dir).entries,
@@ -176,7 +180,7 @@ class Uploader:
             return  # the run has saved in the meantime
         if pointer not in held.whole or held.pointer != pointer:
             raise StorageError(
-                f"{self._storage.url} does not show step {pointer} yet, although it was written"
+                f"{self._storage.url} does not list step {pointer} yet, although it was uploaded"
             )
         steps = self._rotate(held, pointer, discarded)
         note(self._run_dir, self._storage, steps=steps, failed="", results=results)
@@ -214,7 +218,9 @@ class Uploader:
         self._record(Event("mirror", info.step, text, fields=fields))
 
     def _renew_logs(self, step: int) -> None:
-        """Replace the logs of a checkpoint in the mirror. One archive is whole at every moment."""
+        """Replace the logs of a checkpoint in the mirror. At least one archive is complete at all
+        times.
+        """
         place = layout.step_dir_name(step)
         with packed(self._run_dir) as archive:
             for name in (NEWER_FILES, RUN_FILES):
@@ -222,7 +228,7 @@ class Uploader:
                 self._require_whole(place, [FileRecord(name, archive.stat().st_size, "")])
 
     def _point(self, step: int) -> None:
-        """Make the mirror's pointer name `step`."""
+        """Point the mirror's pointer to `step`."""
         self._storage.write(POINTER, f"{step}\n".encode())
 
     def _send(self, place: str, directory: Path, record: FileRecord) -> None:
@@ -231,7 +237,7 @@ class Uploader:
             return
         path = directory / record.path
         if fsio.sha256_of(path) != record.sha256:
-            raise OSError(f"{path} changed after it was written: it is not mirrored")
+            raise OSError(f"{path} changed after it was written, so it is not uploaded")
         self._storage.put(path, f"{place}/{record.path}")
         self._sent.add(record.path)
 
@@ -247,7 +253,7 @@ class Uploader:
                 )
 
     def _rotate(self, held: MirrorState, pointer: int, discarded: frozenset[str]) -> list[int]:
-        """Remove rolled back, old and incomplete checkpoints, and return the steps that stay.
+        """Remove old, incomplete and rolled-back checkpoints, and return the remaining steps.
 
         Call this once the pointer's checkpoint is complete in the mirror.
         """
@@ -279,7 +285,7 @@ def _alone(run_dir: Path) -> Iterator[None]:
     descriptor = opener(str(run_dir / LOCK), 0)
     try:
         if try_lock(descriptor) is None:
-            raise StorageError(f"another process uploads '{run_dir}' now")
+            raise StorageError(f"another process is uploading '{run_dir}'")
         yield
     finally:
         os.close(descriptor)
@@ -289,8 +295,8 @@ def _alone(run_dir: Path) -> Iterator[None]:
 def packed(run_dir: Path) -> Iterator[Path]:
     """Pack the run's logs into a temporary archive.
 
-    Rows after the checkpoint do no harm: the next attempt logs the step from which it continues, so
-    readers leave them out.
+    Rows after the checkpoint are harmless: the next attempt logs the step from which it continues,
+    so readers skip them.
     """
     path = run_dir / f"{STATE}.{RUN_FILES}"
     try:

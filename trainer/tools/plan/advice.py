@@ -1,4 +1,4 @@
-"""Find the smallest change to a configuration that makes it fit."""
+"""Finds the smallest change to a configuration that makes it fit."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ def change_series(config: Config, now: MemoryPlan) -> Iterator[list[Change]]:
     """Yield the changes to try, each series from the smallest change to the largest.
 
     The order: shorter micro-batches; recomputation; shorter micro-batches with recomputation; layer
-    inputs in host memory. Then more ranks, alone and with shorter micro-batches and recomputation.
-    Then parameters and optimizer state in host memory: alone, with recomputation, and with
-    recomputation and shorter micro-batches.
+    inputs in host memory. Then more ranks, with and without shorter micro-batches and
+    recomputation. Then parameters and optimizer state in host memory: without other changes, with
+    recomputation, and with recomputation and shorter micro-batches.
     """
     here = now.job.num_ranks
     model = config.model

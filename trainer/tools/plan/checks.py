@@ -14,9 +14,7 @@ from trainer.tools.plan.memory import GIB, Change, MemoryPlan
 
 
 def memory_and_disk(launch: Launch) -> Iterator[Checked]:
-    """Check the memory of the cards and of the host, and the disk space, for training on this
-    machine.
-    """
+    """Check GPU memory, host memory and disk space for training on this machine."""
     config = launch.config
     plan = memory.planner(config)(Change(launch.num_ranks * launch.layout.num_nodes))
     limit_gib = memory.default_memory_gib(config, launch.num_ranks)
@@ -26,7 +24,7 @@ def memory_and_disk(launch: Launch) -> Iterator[Checked]:
     host_bytes = int(plan.host_gib * launch.num_ranks * GIB)
     total_bytes = memory.host_memory_bytes()
     if launch.num_gpus and host_bytes > total_bytes:
-        what = f"the run needs {readable(host_bytes)} of host memory, and this machine has {readable(total_bytes)}"
+        what = f"the run needs {readable(host_bytes)} of host memory, but this machine has only {readable(total_bytes)}"
         yield Checked("fail", what, "set trainer.checkpoint.async_save=false, or use more machines")
     yield check_disk(config, plan)
 
@@ -47,7 +45,7 @@ def check_disk(config: Config, plan: MemoryPlan) -> Checked:
     one_bytes = shard_bytes(plan) + exported_bytes
     most = most_checkpoints(config)
     number = max(1, (most or 1) - len(layout.committed(run_dir)))
-    kept = "all are kept" if most is None else f"at most {most} at once"
+    kept = "all of them kept" if most is None else f"at most {most} at once"
     free_bytes = fsio.free_bytes(existing_parent(run_dir))
     what = (
         f"{run_dir}: checkpoints of {readable(one_bytes)} ({readable(exported_bytes)} of it "

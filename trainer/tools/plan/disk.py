@@ -1,4 +1,4 @@
-"""Plan the disk space that a run's checkpoints need, without reading weights.
+"""Plans the disk space that a run's checkpoints need, without reading weights.
 
 The plan does not count untrained tensors that are only copied to the export, or copies in the run
 directory.
@@ -38,8 +38,8 @@ def export_bytes(config: Config, plan: MemoryPlan) -> int:
 
 
 def most_checkpoints(config: Config) -> int | None:
-    """Return the largest number of checkpoints that exist at the same time: those kept and the one being
-    written. Return None if all are kept and the length of the run is unknown.
+    """Return the largest number of checkpoints that exist at the same time: the kept ones plus the
+    one being written. Return None if all are kept and the length of the run is unknown.
     """
     trainer = config.trainer
     limits = []

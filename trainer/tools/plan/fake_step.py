@@ -1,4 +1,4 @@
-"""Run one training step of the trainer's own model on fake tensors, with ranks that do not exist.
+"""Runs one training step of the trainer's model on fake tensors, with simulated ranks.
 
 A plan for a GPU uses fake CPU tensors too, so it needs no GPU. Attention allocates the same memory
 as the GPU's kernel.
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def elsewhere(self) -> frozenset[str]:
-        """Categories that a GPU does not hold, because they are in host memory."""
+        """Categories that are in host memory instead of on the GPU."""
         if not self.is_cuda:
             return frozenset()
         inputs = frozenset({live_storage.HOST_INPUTS})
@@ -146,7 +146,7 @@ def _grouped_product(
 
 
 def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveStorages) -> None:
-    """Hook `live` into a step, so that it knows the phase and the category of each tensor.
+    """Hook `live` into a step, so that it can record the phase and the category of each tensor.
 
     Phases are `(micro-batch, kind, layer)`. The last two layers count from the end, and all layers
     between the first and last two have the number -3. The recomputation of a layer is part of the
@@ -217,7 +217,7 @@ def run_step(
 
 
 def full_batch(seqlens: tuple[int, ...]) -> PackedBatch:
-    """Return documents of these lengths with every token supervised."""
+    """Return documents of these lengths, with every token supervised."""
     num_tokens = sum(seqlens)
     ids_T, labels_T = torch.zeros(2, num_tokens, dtype=torch.int64)
     return PackedBatch.of(
@@ -246,7 +246,7 @@ def _edge(index: int, num_layers: int) -> int:
 
 @contextmanager
 def _fake_world(job: Job) -> Iterator[World]:
-    """Yield rank 0 of a world whose other ranks do not exist."""
+    """Yield rank 0 of a world whose other ranks are simulated."""
     model = job.config.model
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.num_ranks)
     try:

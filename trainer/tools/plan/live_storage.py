@@ -1,10 +1,10 @@
-"""Record which tensor storages are alive at every moment of a training step, and their categories.
+"""Records which tensor storages are alive at every moment of a training step, and their categories.
 
 This works on real and on fake tensors. A dispatch mode sees the storages that an operation creates;
 a weak reference reports when a storage is freed. The category of a storage is often known only
 later (a matrix product turns out to be a gradient), so allocations are recorded first and evaluated
-afterwards. Memory that a kernel allocates and frees inside one operation is not seen, except for
-fused attention.
+afterwards. Memory that a kernel allocates and frees inside one operation is not recorded, except
+for fused attention.
 
 Shape suffixes: T packed tokens, N query heads, M key heads, K head size.
 """
@@ -87,8 +87,9 @@ class LiveStorages(TorchDispatchMode):
     ) -> Peaks:
         """Return the memory peak of each phase, in order.
 
-        Categories in `elsewhere` are stored in another kind of memory: they count only when they
-        are allocated. Categories in `pinned` are page-locked, in blocks larger than the tensors.
+        Categories in `elsewhere` are stored in a different kind of memory; they count only when
+        they are allocated. Categories in `pinned` are page-locked, in blocks larger than the
+        tensors.
         """
         live: Counter[str] = Counter()
         sizes: Counter[int] = Counter()
@@ -139,8 +140,8 @@ class LiveStorages(TorchDispatchMode):
         del self._living[key]
 
     def _watched(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `resize_`, with which FSDP frees and refills gathered parameters: no dispatch mode
-        sees it.
+        """Wrap `resize_`, with which FSDP frees and refills gathered parameters, because dispatch
+        modes do not see it.
         """
 
         def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:

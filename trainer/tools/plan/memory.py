@@ -1,4 +1,4 @@
-"""Plan the memory of each rank from a step on fake tensors."""
+"""Plans the memory of each rank from a step on fake tensors."""
 
 import math
 import sys
@@ -78,7 +78,7 @@ CPU_GAPS = 0.5
 
 @dataclass(frozen=True)
 class Change:
-    """A different number of ranks, or further overrides, for a plan."""
+    """A different number of ranks, or additional overrides, for a plan."""
 
     num_ranks: int
     overrides: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ def plan_memory(config: Config, num_ranks: int) -> MemoryPlan:
     planned.
 
     If the model has more than five equal layers, the step runs with four and with five of them.
-    Each further layer adds as much to a phase as the fifth.
+    Each additional layer adds as much to a phase as the fifth.
     """
     job = _job(config, num_ranks)
     try:
@@ -185,8 +185,8 @@ def extrapolated(few: Measured, more: Measured, num_between: int) -> Measured:
 def heaviest_workload(data: DataConfig, num_ranks: int, *, is_packed: bool) -> Workload:
     """Return micro-batches as full as their limits and the rank's part of the batch allow.
 
-    All documents have `max_length` tokens. No rank gets more work than this, provided that the cost
-    of a sample is linear in its length.
+    All documents have `max_length` tokens. If the cost of a sample is linear in its length, no rank
+    gets more work than this.
     """
     max_samples: float = math.ceil(data.train_batch_size / num_ranks)
     if not is_packed:
@@ -308,10 +308,10 @@ def _are_alike(model: PreTrainedModel, layers: list[nn.Module]) -> bool:
 
 
 def default_memory_gib(config: Config, num_ranks: int) -> float:
-    """Return the memory of the smallest card that `num_ranks` would use here, or on CPUs a rank's
-    share of the host's memory.
+    """Return the memory of the smallest GPU that `num_ranks` would use here, or on CPUs a rank's
+    share of the host memory.
 
-    A card's total memory counts, not its free memory, because other processes come and go.
+    This is the GPU's total memory, not its free memory, because other processes come and go.
     """
     if config.trainer.device == "cpu":
         return host_memory_bytes() / num_ranks / GIB

@@ -22,7 +22,7 @@ def memory_lines(plan: MemoryPlan, config: Config) -> Iterator[str]:
     load = plan.job.workload
     yield (
         f"micro-batch: up to {load.num_tokens:,} tokens, {len(load.seqlens)} documents of up to "
-        f"{max(load.seqlens):,}; {load.num_micro_batches} a step at most"
+        f"{max(load.seqlens):,}; at most {load.num_micro_batches} per step"
     )
     if config.model.expert_parallel_size > 1:
         yield "the plan ignores model.expert_parallel_size: it counts gathered experts"
@@ -42,7 +42,7 @@ def memory_lines(plan: MemoryPlan, config: Config) -> Iterator[str]:
     if plan.job.is_cuda:
         num_ranks = plan.num_ranks_per_machine
         host_gib = num_ranks * plan.host_gib
-        yield f"host memory on a machine with {num_ranks} of these ranks: {host_gib:.2f} GiB"
+        yield f"host memory of a machine with {num_ranks} of these ranks: {host_gib:.2f} GiB"
 
 
 def _row(name: str, cells: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Causes and remedies in words, with the option names of the framework that wrote the log."""
+"""Causes and remedies as text, with the option names of the framework that wrote the log."""
 
 from collections.abc import Mapping
 
@@ -13,10 +13,10 @@ clip
   | Clipping limits how far a batch can move the weights; too low a limit slows all learning.
 lower_rate
   | Lower {new_lr} and set {warmup} to 0.1.
-  | Smaller updates stay where the loss still falls; training takes more steps.
+  | Smaller updates stay in the range where the loss still falls; training takes more steps.
 decay
   | Let the learning rate decay: {schedule}=cosine or linear.
-  | The last updates average out; a run that is extended later continues at a low rate.
+  | Small final updates average out noise; a run that is extended later continues at a low rate.
 larger_batch
   | Raise {new_batch}, or {accumulation} to 8.
   | More samples make a gradient less noisy; each step takes more time or memory.
@@ -25,16 +25,16 @@ stronger_kl
   | The penalty pulls the policy back to its reference; it also slows learning.
 tighter_ratio
   | Clip probability ratios tighter: {epsilon_low} and {epsilon_high} at 0.1.
-  | An update cannot move probabilities far from those that sampled; learning gets slower.
+  | An update cannot move probabilities far from the sampling policy; learning gets slower.
 shorter_completions
   | Lower {new_completion}, give truncated answers reward 0, and set stop words or the end-of-text
     token.
-  | Answers that never stop no longer fill the batch; answers that need the length are lost.
+  | Endless answers no longer fill the batch; answers that need the length are lost.
 watch
   | Validate and save often ({eval}=100 and {save}=100); {watched}.
-  | You notice problems early and lose little; validating and saving take time and disk space.
+  | You notice problems early and lose little work; validating and saving take time and disk space.
 larger_group
-  | Raise {group} to 8 or 10, the batch size, the learning rate's decay, or train longer.
+  | Raise {group} to 8 or 10, the batch size or the learning rate's decay, or train longer.
   | More answers to a prompt make advantages less noisy and equal rewards rarer; generation takes
     longer.
 loading
@@ -45,18 +45,18 @@ memory
   | Activations are recomputed instead of stored, so less memory is needed; a step takes longer.
 """
 ADVICE = {name: (text, why) for name, text, why in rows_of(_ADVICE)}
-"""Name -> a sentence with options as {purpose}, and a sentence on its principle and its cost."""
+"""Name -> a sentence with options as {purpose}, and a sentence about its principle and cost."""
 _REASONS = """
 none
   |
 trend
   |
-  | The trend counts more than the level.
+  | The trend matters more than the level.
 negative
   | Accuracy is still low, or the latency budget is missed.
   | This is fine while the reward rises; otherwise check the accuracy and the budget.
 drowned
-  | The weights of the reward functions hide the signal to learn from, or groups are too small.
+  | The weights of the reward functions hide the learning signal, or groups are too small.
   | Change the reward weights.
   | larger_group
 unsuitable
@@ -73,7 +73,7 @@ no_groups
   | Check that a group holds several answers to one prompt.
   | larger_group
 kept
-  | Memory is not freed: for example a list of losses, a cache, or worker processes.
+  | Something keeps memory, for example a list of losses, a cache, or worker processes.
   | Compare with {workers}=0, and look for tensors that are kept from step to step.
 unfit
   | The tokenizer or chat template does not match the model, or the weights are untrained.
@@ -86,14 +86,14 @@ unstable
   | lower_rate
   | clip
 unsaved
-  | The disk is full or gone, or a rank failed while saving. A crash would cost all steps since
+  | The disk is full or gone, or a rank failed while saving. A crash would lose all steps since
     the last good checkpoint.
   | Look for save errors in the log, and check the free disk space.
 scale
   | The loss or the model has an unusual scale. This alone is not a problem.
   | Nothing to do if the loss falls steadily.
 vanished
-  | Nothing is left to learn, the loss covers no label tokens, layers are dead or frozen, or
+  | There is nothing left to learn, the loss covers no label tokens, layers are dead or frozen, or
     gradients underflow.
   | Check the labels and which parameters are trained; stop if the loss no longer falls.
 swinging
@@ -110,12 +110,12 @@ slow
 computing
   | The device is hotter or shared with another process, samples are longer, other ranks are late,
     or the model is simply large: 2 to 5 s is usual for 7B on 8 A100 at 4096 tokens.
-  | Compare sequence lengths and device clocks with those of fast steps, or of another run.
+  | Compare sequence lengths and device clocks with those of fast steps or of another run.
 stalls
   | The loader, the network or the storage stalls.
   | loading
 stops
-  | No answer stopped where it should: the policy has unlearned the end token.
+  | No answer stopped where it should: the policy no longer generates the end token.
   | watch
 idle
   | Batches are too small, or the devices wait for data or for other ranks.
@@ -128,13 +128,13 @@ too_little
   | The device has too little memory.
   | memory
 cut
-  | The limit on the length is shorter than some samples, so their answers are cut off.
+  | The length limit is shorter than some samples, so their answers are cut off.
   | Raise {max_length}, or leave long samples out.
 empty
   | Answers are empty, or prompts fill the length limit: the model learns nothing from them.
   | Remove them, or raise {max_length}.
 no_answers
-  | Often the answers are missing from the metadata; otherwise the metric does not suit the texts.
+  | Often, the answers are missing from the metadata; otherwise the metric does not fit the texts.
   | Check the answers field and the metric, and read generated texts. Early in training, wait.
 penalty
   | The penalty for latency is too weak, or the budget cannot be met.
@@ -143,7 +143,7 @@ go_on
   | Training is not finished, or the penalty is weak.
   | Keep training while it falls; otherwise raise the violation penalty.
 far
-  | The policy is about to leave its reference.
+  | The policy is drifting away from its reference.
   | stronger_kl
 still
   | The policy hardly moves.
@@ -168,7 +168,7 @@ narrow
   | The range or threshold of the reward is too narrow.
   | Widen the reward's clipping range, or scale the reward down.
 diverges
-  | Training diverges, or the policy has found a dead end.
+  | Training diverges, or the policy is stuck in a dead end.
   | Stop, and go back to {checkpoint}.
   | lower_rate
 scatter
@@ -180,7 +180,7 @@ random
   | lower_rate
   | stronger_kl
 explores
-  | The reward pulls too hard, or the sampling temperature is too low.
+  | The reward dominates, or the sampling temperature is too low.
   | Raise the temperature or an entropy bonus.
   | lower_rate
 values
@@ -273,7 +273,7 @@ hacking
   | The policy learns the form of an answer, not its content: format hacking.
   | Lower the weight of the format reward, or give it only to correct answers.
 unrewarded
-  | The policy is rewarded for something other than correct answers.
+  | The reward favours something other than correct answers.
   | Read answers from before and after that step with the rewards of each reward function.
   | Raise the weight of the reward for correct answers.
 damaged_checkpoint
@@ -307,32 +307,32 @@ memorizes
   | The model memorizes its samples, or training has become unstable.
 leak
   | Validation rows are among the training rows, or the validation data is easier.
-  | Look for validation rows in the training files, and compare samples of both sets.
+  | Look for validation rows in the training files, and compare samples from both sets.
 """
 REASONS = {name: causes for name, *causes in rows_of(_REASONS)}
 """Name -> the cause of a finding, then remedies, each a key of `ADVICE` or a sentence. Options appear
 as {purpose}; {checkpoint} stands for the newest checkpoint before the fault.
 """
 CHANGES: Mapping[str, tuple[str, float]] = {
-    "clip": ("to 1.0, or 0.5 where spikes stay", 0.5),
+    "clip": ("to 1.0, or to 0.5 if spikes remain", 0.5),
     "lr": ("to a tenth", 0.1),
     "batch": ("to 4", 4),
     "beta": ("to 0.1 to 0.2", 0),
     "completion": ("to half", 0.5),
 }
-"""Purpose -> change in words if the present value is unknown, and the factor to apply if it is
-known. A factor of 0 means that the words serve in both cases.
+"""Purpose -> change in words if the current value is unknown, and the factor to apply if it is
+known. A factor of 0 means that the words apply in both cases.
 """
 
 
 def advise(run: AnalysedRun, name: str, step: int) -> tuple[str, str]:
     """Return the sentence and the principle of a name in `ADVICE`, for a fault that began at a step.
 
-    Any other `name` is itself a sentence, and has no principle. In both, {checkpoint} stands for
-    the newest checkpoint before the fault.
+    Any other `name` is itself a sentence without a principle. In both, {checkpoint} stands for the
+    newest checkpoint before the fault.
     """
     text, why = ADVICE.get(name, (name, ""))
-    watched = "where loss or gradient norm are far off, return to a checkpoint, or stop"
+    watched = "if loss or gradient norm is far off, return to a checkpoint, or stop"
     if run.key("kl") or run.key("update_kl"):
         watched = "at kl > 10 or a clipped ratio > 0.3, save a snapshot and return to a checkpoint, or stop"
     elif run.log.source == "fsdp-sft":

@@ -27,7 +27,7 @@ SLACK_SHARE = 0.02
 MOST_SLACK = 0.1
 LEAST_SLACK = 10
 """A cause may seem to begin after its effect by the first share of the run, by the interval between
-validations up to the second share, or by this many steps, whichever is most.
+validations up to the second share, or by this many steps, whichever is largest.
 """
 VERDICTS = {"fail": "FAIL", "warn": "ATTENTION"}
 """Level of the worst finding -> verdict."""
@@ -80,18 +80,18 @@ def _slack(run: AnalysedRun) -> int:
 
 
 def _headline(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
-    """Return the title of the first finding, or a sentence that says why there is none."""
+    """Return the title of the first finding, or a sentence that explains why there is none."""
     if verdict == "INSUFFICIENT":
         return f"Too early to say: {too_little(run)}."
     if verdict == "OK":
         return _normal(run, findings)
     others = sum(finding.level in VERDICTS for finding in findings) - 1
-    more = f" {counted(others, 'further serious finding')}." if others else ""
+    more = f" {counted(others, 'additional serious finding')}." if others else ""
     return findings[0].title + more
 
 
 def _normal(run: AnalysedRun, findings: tuple[Finding, ...]) -> str:
-    """Describe a healthy run by the results that got better. The loss of a controller is noise."""
+    """Describe a healthy run by the results that improved. The loss of a controller is noise."""
     result = "violation" if run.profile == "controller" else "loss"
     good = [f"the {role} rose" for role in ("reward", "accuracy") if is_rising(run.levels(role))]
     good += [f"the {result} fell"] if is_falling(run.levels(result)) else []
@@ -118,8 +118,8 @@ def _facts(run: AnalysedRun) -> dict[str, str]:
 
 
 def _duration(span_s: float | None) -> str:
-    """Return "" if the span is unknown, not a number, or too long for a duration because a clock was
-    wrong.
+    """Format a time span. Return "" if it is unknown, not a number, or impossibly long because a
+    clock was wrong.
     """
     if span_s is None or not span_s < timedelta.max.total_seconds():
         return ""
@@ -149,7 +149,7 @@ def _summary(key: str, series: Series) -> MetricSummary:
 
 
 def _closing(run: AnalysedRun, verdict: str, findings: tuple[Finding, ...]) -> str:
-    """Describe what happened, how common it is, and what to do next."""
+    """Describe what happened, how common it is, and the next steps."""
     if verdict == "OK" and run.log.exit_code == 0 and run.last_step >= run.total_steps:
         return "The run is complete. Score its checkpoints on your task before you use one."
     if verdict == "OK":

@@ -1,4 +1,4 @@
-"""A log together with its profile and the anomalies that were found in it."""
+"""A log with its profile and its anomalies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ CAP_SHARE = 0.97
 """A longest answer of at least this share of the cap has reached it."""
 MIN_HITS = 3
 """If the cap is unknown, the longest length counts as the cap once it occurs this many times. Fewer
-occurrences may be chance.
+occurrences may be coincidence.
 """
 
 
@@ -66,7 +66,7 @@ class AnalysedRun:
     def key(self, role: str) -> str | None:
         """Return the key under which this log has a role, or None.
 
-        Of several matching keys, such as one per device, it is the one with the highest value.
+        If several keys match, such as one per device, return the key with the highest value.
         """
         series = self.log.series
         for name in ROLES[_source(role)]:
@@ -90,7 +90,7 @@ class AnalysedRun:
         if key is None:
             raise NotJudged(f"the log has no {self.name(role)}")
         if len(series) < least:
-            raise NotJudged(f"{key} has {len(series)} usable points, the check needs {least}")
+            raise NotJudged(f"{key} has {len(series)} usable points, but the check needs {least}")
         return series
 
     def name(self, role: str) -> str:
@@ -100,8 +100,7 @@ class AnalysedRun:
     def levels(self, role: str) -> Series:
         """Return the points that show a metric's level.
 
-        In a controller run these are the epoch means, because its metrics swing from batch to
-        batch.
+        In a controller run these are the epoch means, because metrics swing from batch to batch.
         """
         series = self.find(role)
         epochs = self.find("epoch")
@@ -111,7 +110,7 @@ class AnalysedRun:
     def config(self, *names: str) -> Any:
         """Return the value of the first of these options that the configuration has, or None.
 
-        A name may be a full option name or the end of one.
+        A name may be a full option name or its last part.
         """
         found = (
             value
@@ -141,7 +140,7 @@ class AnalysedRun:
 
     @cached_property
     def is_configured(self) -> bool:
-        """Return whether the log holds launch options. `trainer_state.json`, for example, holds
+        """Return True if the log contains launch options. `trainer_state.json`, for example, holds
         only the length of the run and the intervals of logging, validation and saving.
         """
         settings = map(self.setting, ("lr", "clip", "warmup", "schedule"))
@@ -159,7 +158,7 @@ class AnalysedRun:
         """Describe the newest complete checkpoint at or before a step."""
         saved = [at for at in self.kept if at <= step]
         if not saved:
-            return f"a checkpoint of step {step} or before, if one was kept"
+            return f"a checkpoint at or before step {step}, if one was kept"
         return f"the checkpoint of step {max(saved)}"
 
     @cached_property
@@ -169,7 +168,7 @@ class AnalysedRun:
 
     @cached_property
     def is_pretrained(self) -> bool:
-        """Return whether the usual loss ranges apply; they assume a pretrained model."""
+        """Return True if the usual loss ranges apply; they assume a pretrained model."""
         model = str(self.config("model.partial_pretrain"))
         is_quickstart = model.endswith(("quickstart", "quickstart/model"))
         return not (self.config("model.random_weights") or is_quickstart)
@@ -226,7 +225,7 @@ def _relative_time(run: AnalysedRun, times: Series) -> Series:
 
 
 def _is_regular(times: Series, is_slow: Mask) -> bool:
-    """Return whether long steps come at regular intervals, or all at multiples of an interval."""
+    """Return True if long steps come at regular intervals, or only at multiples of an interval."""
     slow = times.steps[is_slow]
     if len(slow) < MIN_HITS:
         return False
@@ -262,7 +261,7 @@ def _is_zero(_: AnalysedRun, series: Series) -> Series:
 
 
 def _swings(_: AnalysedRun, losses: Series) -> Series:
-    """Return the change of a loss from point to point, as a share of itself."""
+    """Return the relative change of a loss from point to point."""
     changes = np.diff(np.log(losses.values.clip(min=1e-9)))
     return Series(losses.steps[1:], np.abs(changes))
 
@@ -295,7 +294,7 @@ DERIVED: Mapping[str, tuple[str, Callable[[AnalysedRun, Series], Series]]] = {
     "swings": ("loss", _swings),
     "latency_ratio": ("latency", lambda run, one: _over(one, run.config(*BUDGETS))),
 }
-"""Derived role -> the logged role that it is computed from, and the function that computes it."""
+"""Derived role -> the logged role from which it is computed, and the function that computes it."""
 
 
 def _source(role: str) -> str:

@@ -1,9 +1,9 @@
 """Finds the intervals in which a run left its usual range.
 
 Bursts of single metrics are merged into one interval, together with the metrics that moved at the
-same time. A large rise of a loss, a gradient norm or a KL is an anomaly on its own. Lengths, rewards
-and policy statistics sometimes jump alone; it is an anomaly only if two of these groups jump
-together.
+same time. A large rise of a loss, a gradient norm or a KL is an anomaly on its own. Lengths,
+rewards and policy statistics sometimes jump alone; these jumps are an anomaly only if two of these
+groups jump together.
 """
 
 import math
@@ -22,13 +22,13 @@ from trainer.tools.report.statistics import Floats, Ints, Mask, finite
 from trainer.tools.report.vocabulary import meaning
 
 GROUPS = ("kl", "policy", "length", "reward", "gradient", "loss")
-"""Groups of metrics, causes first. If several begin to move at the same point, an earlier group is
-known to cause the later ones.
+"""Groups of metrics, causes first. If several groups begin to move at the same point, earlier
+groups cause the later ones.
 """
 EFFECTS = {"loss": (8, 1.5, 0.1), "gradient": (6, 5, 0), "kl": (6, 5, 1.0)}
 """Maps each group that is an anomaly on its own to its limits: a score, a factor and a distance.
 
-A point must exceed all three. Where a metric has values that are not positive, the score and
+A point must exceed all three. For a metric with values that are not positive, the score and
 `POLICY_RISE` apply instead.
 """
 KEYS = {
@@ -46,16 +46,16 @@ _OF_GENERATION = re.compile(
 otherwise they depend on the batch.
 """
 POLICY_RISE = 0.18
-"""The distance from its usual level at which a metric that is not always positive stands out."""
+"""A metric that is not always positive stands out at this distance from its usual level."""
 ONSET_Z = 4
 METRIC_Z = 6
-"""The score from which on a metric counts as moving in an anomaly; and the score from which on a
-metric that is not in `EFFECTS` leaves its usual range.
+"""The minimum score of a metric that counts as moving in an anomaly; and the minimum score at which
+a metric that is not in `EFFECTS` leaves its usual range.
 """
 MERGE_POINTS = 3
 """Bursts that are at most this many log points apart form one interval."""
 NUM_START = 16
-"""The first points of a log are steep, so none of them counts as a burst."""
+"""The first points of a log are steep, so they never count as a burst."""
 NUM_AFTER = 16
 LEAST_RISE = math.log(1.2)
 """The number of points after an interval that show whether a metric has recovered; and how far
@@ -118,7 +118,7 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
     ]
     has_gradient = any(witness.group == "gradient" for witness in witnesses)
     hard = [one for one in found if has_gradient and _is_hard_batch(one)]
-    # beside a large spike of the loss, small ones belong to the same fault
+    # small spikes next to a large spike of the loss belong to the same fault
     has_spike = any(one not in hard and one.metric in ROLES["loss"] for one in found)
     return tuple(one for one in found if has_spike or one not in hard)
 
@@ -150,7 +150,7 @@ def _witness(key: str, group: str, series: Series, *, is_generating: bool) -> Wi
 
 
 def _is_hard_batch(anomaly: Anomaly) -> bool:
-    """Return whether one hard batch explains an anomaly: only the loss moved, and only at one step."""
+    """Return True if one hard batch explains an anomaly: only the loss moved, and only at one step."""
     is_single = anomaly.steps[0] == anomaly.steps[1] and anomaly.has_recovered
     is_alone = all(mover.metric in ROLES["loss"] for mover in anomaly.movers)
     return is_single and is_alone and not anomaly.ratio > HARD_BATCH
@@ -207,8 +207,8 @@ class _Move(NamedTuple):
     witness: Witness
     mover: Mover
     level: float
-    """The usual level when the metric began to move. Later levels do not serve: a loss that stays
-    high soon becomes the usual level.
+    """The usual level when the metric began to move. Later levels are useless here, because a loss
+    that stays high soon becomes the usual level.
     """
     has_recovered: bool
     """True if the points after the interval are back at that level. The tolerance is 3 spreads, and

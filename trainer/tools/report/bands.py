@@ -69,7 +69,7 @@ adv_shape:mean        | adv_mean           | -0.1..0.1 | warn  |            | gr
 reward_clip           | reward_clip        | ..0.4     | warn  |            | narrow | The share of clipped rewards
 reward_clip           | reward_clip        | ..0.2     | note  |            | narrow | The share of clipped rewards
 """
-"""Words after the metric: a number sets how many points make a level (default: a twentieth of the
+"""Words after the metric: a number sets how many points form a level (default: a twentieth of the
 log). `all` selects the whole log, `last` its end, and `1-10` the points from 1 to 10. A level is
 the median of its points, unless `mean` or `max` is given.
 """
@@ -98,7 +98,8 @@ time_growth:slowdown  | ordinary_time 16   | 1.3  | warn  |                 | sl
 """
 """The column `by` holds the factor of the move, negative for a fall; with 1, any move beyond the
 noise counts. A number after the metric is the number of points that the move must have lasted.
-`sudden` means that a slow move is not a fault; `passing`, that a move can be a fault even if it passed.
+`sudden` means that a slow move is not a fault; `passing` means that a move can be a fault even if
+it reverses.
 """
 
 _GROWTH = """
@@ -133,8 +134,8 @@ class Row(NamedTuple):
 
     id: str
     """Id of the finding. Of two findings with the same id, only the worse one is reported. If both
-    are equally bad, the earlier row's is reported: it finds where a lasting problem begins, and the
-    later row finds short ones.
+    are equally bad, the finding of the earlier row is reported: it finds the start of a lasting
+    problem, while the later row finds short problems.
     """
     role: str
     options: frozenset[str]

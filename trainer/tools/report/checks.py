@@ -31,8 +31,8 @@ def finding_of(
     remedy: Any = (),
     **fields: Any,
 ) -> Finding:
-    """Return a finding with the cause and the remedies of a reason, unless others are given. The
-    remedies still contain keys of `ADVICE`; `judge` resolves them.
+    """Return a finding with the cause and the remedies of a reason, unless the caller gives others.
+    The remedies still contain keys of `ADVICE`; `judge` resolves them.
     """
     usual_cause, *usual = REASONS[reason]
     cause = cause or usual_cause
@@ -55,7 +55,7 @@ class Check:
     profiles: list[str]
     function: Function
     least: int = 1
-    """The number of points that it needs of each metric."""
+    """The number of points that the check needs from each metric."""
 
 
 def finding(
@@ -66,7 +66,7 @@ def finding(
 
 
 def judge(run: AnalysedRun, checks: Iterable[Check]) -> tuple[list[Finding], dict[str, str]]:
-    """Return all findings, and the reasons of the checks that could not judge, by name."""
+    """Return all findings, and the reasons why checks could not judge, by check name."""
     found: list[Finding] = []
     unjudged: dict[str, str] = {}
     for check in checks:

@@ -1,4 +1,4 @@
-"""Checks that each judge a single metric, one for every row of `bands.py`."""
+"""Checks of a single metric, one for each row of `bands.py`."""
 
 import math
 from collections.abc import Callable
@@ -26,16 +26,16 @@ LEVELS: dict[str, Callable[..., Any]] = {"mean": np.mean, "max": np.max}
 GROWTH_P = 0.01
 """Growth raises an alarm only if its p-value is below this."""
 FEW_CUT_OFF = 0.1
-"""Share of answers that reach the cap, below which the longest answer says nothing."""
+"""Below this share of answers that reach the cap, the longest answer is not informative."""
 CLIPPED = 0.3
 CLIP_RISE = 5
-"""A share of clipped ratios up to the first value is a fault only if it is this many times as high as
-at the start.
+"""A share of clipped ratios up to the first value is a fault only if it is at least the second
+value times its share at the start.
 """
 MIN_RATES = 20
 ZERO_SHARE = 0.05
-"""In a log with at least the first number of learning rates, the rate may be 0 in at most the second
-share of the points: a schedule ends at 0.
+"""In a log with at least the first number of learning rates, the rate may be 0 in at most the
+second share of the points, because a schedule ends at 0.
 """
 DECAYED_SHARE = 0.1
 DECAYED_ZERO_SHARE = 0.2
@@ -44,8 +44,8 @@ points.
 """
 LASTING_SHARE = 0.02
 MOST = 0.75
-"""A move that passed counts if it lasts for the first share of the points; a fall, if it also takes
-the second share of what was gained.
+"""A move that reversed counts if it lasts for the first share of the points; a fall counts only if
+it also loses the second share of the gain.
 """
 NUM_SUDDEN = 5
 """A move is sudden if it takes at most this many points."""
@@ -61,7 +61,7 @@ def _finding(
         phase = slowest_phase(run, *steps)
         if phase != "data":
             reason = "computing"
-            evidence = [f"the time goes to {phase}"]
+            evidence = [f"the extra time is spent in {phase}"]
     return finding_of(row.level, title, reason=reason, steps=steps, evidence=evidence, **fields)
 
 
@@ -104,14 +104,14 @@ def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
     usual = f"at least {low}" if low else f"at most {high}"
     if low and high:
         usual = f"{low} to {high}"
-    title = f"{row.what} is {number(level)}{where}; {usual} is usual."
+    title = f"{row.what} is {number(level)}{where}; usually it is {usual}."
     limit = most if level > (least + most) / 2 else least
     yield _finding(row, run, title, found.ends, value=level, threshold=limit)
 
 
 def _may_be_untrained(run: AnalysedRun, _: Series) -> str:
     model = run.config("partial_pretrain", "model_name_or_path", "model.path")
-    return "" if model else "the model is not known, so its weights may have been random"
+    return "" if model else "the model is unknown, so its weights may have been random"
 
 
 def _has_generalised(run: AnalysedRun, low: Series) -> str:
@@ -145,8 +145,8 @@ def _gets_better(run: AnalysedRun, swings: Series) -> str:
 
 
 def _is_rounded(run: AnalysedRun, zeros: Series) -> str:
-    """Some logs print only a few digits of a rate. If all are 0, they are rounded in a run that gets
-    better; otherwise, if they follow a low rate or are few.
+    """Some logs print only a few digits of a rate. If all rates are 0 in a run that improves, they
+    are rounded. Otherwise, zeros are rounded if they are few or follow a low rate.
     """
     rates = run.find("lr")
     share = len(zeros) / len(rates)
@@ -168,8 +168,8 @@ EXCUSES: dict[str, Callable[[AnalysedRun, Series], str]] = {
     "clipped_ratio:cap": _few_are_cut,
     "clip_ratio": _was_clipped,
 }
-"""Id of a band -> a function of the run and of the points outside the band. It returns the reason
-why they are no warning, or "".
+"""Id of a band -> a function of the run and the points outside the band. It returns the reason why
+they are not a warning, or "".
 """
 
 
@@ -197,10 +197,11 @@ def _moved(row: Row, run: AnalysedRun, _: Series) -> Findings:
 
 
 def _is_return(points: Series, move: Move, ratio: float) -> bool:
-    """Return whether a metric only goes back to where it began.
+    """Return True if a metric only returns to its start.
 
-    After a move by a ratio, it is less than half of the ratio, in logarithms, away from its start.
-    A fall that passed leaves a part of the gain, or is hard to tell from noise.
+    After a move by a ratio, the metric must be within half of the ratio, in logarithms, of its
+    start. After a fall that reversed, a part of the gain must remain, or the fall must be hard to
+    tell from noise.
     """
     start = np.median(points.values[: len(points) // 20 + 1])
     if ratio == 1:
@@ -211,8 +212,8 @@ def _is_return(points: Series, move: Move, ratio: float) -> bool:
 
 
 def _follows_lengths(run: AnalysedRun, move: Move) -> bool:
-    """Return whether the lengths of answers changed in the same direction as a speed, by at least
-    half as much in logarithms.
+    """Return True if answer lengths changed in the same direction as a speed, by at least half as
+    much in logarithms.
     """
     lengths = run.find("mean_length")
     before = within(lengths, 0, move.at).values
@@ -247,7 +248,7 @@ def _stays(row: Row, run: AnalysedRun, _: Series) -> Findings:
 
 
 def _is_sudden(points: Series, onset: int, ratio: float) -> bool:
-    """Return whether most of a change, measured as a ratio, happens within a few points."""
+    """Return True if most of a change, measured as a ratio, happens within a few points."""
     at = int(np.searchsorted(points.steps, onset))
     before = points.values[max(0, at - NUM_SUDDEN) : at + 1]
     after = points.values[at + NUM_SUDDEN :][: NUM_SUDDEN + 1]

@@ -61,30 +61,30 @@ below half of that: then it is the end of a heavy tail.
 LEAST_FALL = 0.03
 HIDDEN_FALL = 0.1
 MISSING_START = 0.25
-"""A flat loss is not judged if its noise can hide a fall of the first share (a quarter of it beside a
-validation loss that falls), or if the log lacks more than the second share of the steps because it
-began where a run resumed.
+"""A flat loss is not judged if its noise can hide a fall of the first share (a quarter of it if the
+validation loss falls), or if the log lacks more than the second share of the steps because it
+starts at a resume.
 """
 GUESSING = 7
 GUESSING_FALL = 0.1
-"""A loss above this many nats is near that of guessing tokens. Any training lowers it by more than
-this share.
+"""A loss above this many nats is close to the loss of guessing tokens. Any training lowers it by
+more than this share.
 """
 JUMP_WIDTH = 8
 MIN_JUMP_POINTS = 64
 LEAST_JUMP = 0.08
 JUMP_SPREADS = 6
 """A loss jumps if the medians of this many points before and after differ by this share and by this
-many times the usual spread of such differences. If half of the rise is gone in as many further
-points, it is a spike.
+many times the usual spread of such differences. If half of the rise is gone after as many points
+again, it is a spike.
 """
 LONGEST_WARMUP = 2000
 JITTER = 0.1
-"""Noise above this share of the loss is mentioned."""
+"""Noise above this share of the loss is reported."""
 
 
 def _span(moved: Mapping[Anomaly, Iterable[Mover]]) -> tuple[int, int]:
-    """Return the first and the last step of intervals and of the peaks that moved metrics have."""
+    """Return the first and the last step of the intervals and of the peaks of their moved metrics."""
     steps = [step for one in moved for step in one.steps]
     steps += [mover.peak_step for mover in chain(*moved.values())]
     return min(steps), max(steps)
@@ -101,7 +101,7 @@ def nonfinite(run: AnalysedRun) -> Findings:
         first = min(bad)
         last = max(bad)
         yield fail(
-            f"{counted(len(bad), 'step')} with a loss or gradient that is not a number, first at "
+            f"{counted(len(bad), 'step')} with a loss or gradient that is not finite, first at "
             f"{first}.",
             metric=bad[first],
             steps=(first, last),
@@ -114,7 +114,7 @@ def nonfinite(run: AnalysedRun) -> Findings:
 def falling(run: AnalysedRun, losses: Series) -> Findings:
     """Find a loss that does not fall over the run, or that does not fall in the first steps.
 
-    A later rise is a fault of its own, so a loss that falls until it rises passes.
+    A later rise is a separate fault, so a loss that falls before it rises passes.
     """
     rise = rise_of(losses)
     rates = run.find("lr")
@@ -147,7 +147,7 @@ def falling(run: AnalysedRun, losses: Series) -> Findings:
 
 
 def _falls(losses: Series) -> bool:
-    """Return whether a loss falls by at least `LEAST_FALL`, relative to its final level.
+    """Return True if a loss falls by at least `LEAST_FALL`, relative to its final level.
 
     Either it has a falling trend and the median of its first tenth is that much above the median of
     its last tenth, or its first few points are that much above its last few, beyond the noise.
@@ -162,7 +162,7 @@ def _falls(losses: Series) -> bool:
 
 
 def _can_show_fall(run: AnalysedRun, losses: Series, level: float) -> bool:
-    """Return whether a log would show that its loss falls: it has the start of the run, and two
+    """Return True if a log would reveal a falling loss: it has the start of the run, and two
     standard errors of the change of a fitted line are at most `HIDDEN_FALL` of the level.
     """
     error = noise(losses.values) * math.sqrt(12 / len(losses))
@@ -198,7 +198,7 @@ def rise_of(losses: Series) -> Move | None:
 
 @finding("loss_diverging", "loss", profiles="sft grpo generic")
 def diverging(run: AnalysedRun, losses: Series) -> Findings:
-    """Find a loss that rose above its best level, whether it stayed there or came back."""
+    """Find a loss that rose above its best level, whether or not it came back."""
     rise = rise_of(losses)
     if rise is None:
         return
@@ -209,8 +209,8 @@ def diverging(run: AnalysedRun, losses: Series) -> Findings:
     back = "did not come back" if rise.is_lasting else f"came back after step {rise.steps[1]}"
     restart = "Start again." if is_early else f"Go back to {run.checkpoint(rise.at)}."
     yield (fail if rise.is_lasting else warn)(
-        f"The loss rose from {number(rise.before)} to {number(rise.after)} from step "
-        f"{rise.steps[0]} on and {back}.",
+        f"The loss rose from {number(rise.before)} to {number(rise.after)} at step "
+        f"{rise.steps[0]} and {back}.",
         steps=rise.steps,
         reason="too_fast",
         remedy=(restart, "lower_rate", "clip"),
@@ -234,7 +234,7 @@ def loss_spikes(run: AnalysedRun, losses: Series) -> Findings:
         steps=_span(spikes),
         evidence=[
             f"at {listed(f'{a.peak_step} ({a.percent:.1f} %)' for a in spikes)}",
-            f"{sum(a.has_recovered for a in spikes)} went back to the usual level",
+            f"{sum(a.has_recovered for a in spikes)} returned to the usual level",
             f"highest losses of step {peak.peak_step}: {named}" if rows else "",
         ],
         reason="bad_batches",
@@ -252,8 +252,8 @@ def jitter(run: AnalysedRun, losses: Series) -> Findings:
     jitters = noise(losses.values)
     if improves and jitters > JITTER * level:
         yield info(
-            f"The loss jitters by {number(jitters)} from point to point while the run gets "
-            f"better: that is normal.",
+            f"The loss varies by {number(jitters)} from point to point while the run improves: "
+            f"that is normal.",
             evidence=[_phases(losses)],
             reason="jitter_of_groups" if is_controller else "jitter",
         )
@@ -332,7 +332,7 @@ def restarted(run: AnalysedRun, rates: Series) -> Findings:
 
 @finding("loss_jump", "loss", profiles="sft generic", least=MIN_JUMP_POINTS)
 def jumps(run: AnalysedRun, losses: Series) -> Findings:
-    """Find a loss that jumps from one point to the next and comes back slowly."""
+    """Find a loss that jumps from one point to the next and recovers slowly."""
     jump = _jump(losses)
     if jump is None:
         return
@@ -348,7 +348,7 @@ def jumps(run: AnalysedRun, losses: Series) -> Findings:
 
 
 def _jump(losses: Series) -> Move | None:
-    """Return the largest jump of a loss that does not come back at once."""
+    """Return the largest jump of a loss that does not recover at once."""
     if len(losses) < MIN_JUMP_POINTS:
         return None
     logs = np.log(losses.values.clip(min=LOW_LOSS))
@@ -369,7 +369,7 @@ def _jump(losses: Series) -> Move | None:
 
 
 def _begins_with(jump: Move | None, losses: Series, rise: Move) -> bool:
-    """Return whether a rise that passed began with the jump."""
+    """Return True if a rise that reversed began with the jump."""
     if jump is None or rise.is_lasting:
         return False
     return bool(np.ptp(np.searchsorted(losses.steps, [jump.at, rise.at])) <= JUMP_WIDTH)
@@ -386,7 +386,7 @@ def warmup(run: AnalysedRun, rates: Series) -> Findings:
     falls = bool(np.any(np.diff(inside.values) < 0))
     if len(inside) >= 3 and (falls or inside.values[0] == inside.values[-1]):
         yield warn(
-            f"The learning rate does not rise in its warm-up of {length} steps.",
+            f"The learning rate does not rise during its warm-up of {length} steps.",
             steps=inside.ends,
             reason="no_warmup",
         )
@@ -417,7 +417,7 @@ def unstable_at_high_rate(run: AnalysedRun, rates: Series) -> Findings:
     part = told.anomalies_at_high_share or 0.0
     if len(unstable) > 1 and part > 0.5:
         yield warn(
-            f"{part:.1%} of the unstable intervals are where the learning rate is near its peak "
+            f"{part:.1%} of the unstable intervals occur while the learning rate is near its peak "
             f"{number(told.peak)}: it is too high for too long.",
             steps=_span(unstable),
             evidence=[f"schedule {told.schedule}", run.quoted("lr"), run.quoted("warmup")],

@@ -24,8 +24,8 @@ from trainer.tools.report.words import how_common, moved_along, story, why_recov
 KL_FAR = 10
 KL_EXPLODED = 1
 EXPLOSION = 20
-"""A KL is too high above the first value. If it is the third value times its level at half as many
-steps, it is too high above the second value.
+"""A KL above the first value is too high. A KL that has grown by the third value since half as many
+steps is too high above the second value.
 """
 _FORMAT = re.compile(r"(?!.*std$)((format|tag).*reward|reward.*(format|tag))", re.IGNORECASE)
 
@@ -33,7 +33,7 @@ _PART = re.compile(r"((train|val)/)?(rewards/.+|reward_.+)(?<!std)")
 _SILENT = re.compile(
     "total|chosen|rejected|margin|format|tag|len|brev|concis|penalty|repet", re.IGNORECASE
 )
-"""Parts of a reward, and those whose fall is no fault: sums, preferences, forms and lengths."""
+"""Parts of a reward, and parts whose fall is not a fault: sums, preferences, forms and lengths."""
 
 
 @finding("kl", "kl")
@@ -62,7 +62,7 @@ def left_reference(run: AnalysedRun, kl: Series) -> Findings:
             *(f"{interval(a.steps)}: {moved_along(a)}" for a in met[:MAX_EVIDENCE]),
             f"median {number(np.median(kl.values))}; {run.quoted('beta')}",
         ],
-        cause="The policy has moved far from its reference; its texts change: lengths, format, "
+        cause="The policy has moved far from its reference. Its texts change, and lengths, format, "
         f"gradient and loss follow. {why_recovered(run)} {how_common(run)}",
         reason="left",
     )
@@ -93,7 +93,7 @@ def reward_drops(run: AnalysedRun, _: Series) -> Findings:
 
 
 def _has_halved(series: Mapping[str, Series], mover: Mover) -> bool:
-    """Return whether a metric fell below half its usual level."""
+    """Return True if a metric fell below half its usual level."""
     usual = float(np.nanmedian(series[mover.metric].values))
     return mover.sign < 0 < usual and mover.peak_value < 0.5 * usual
 
@@ -120,7 +120,7 @@ def format_hacking(run: AnalysedRun) -> Findings:
 
 @finding("reward_hacking:part", "reward", profiles="grpo")
 def lost_parts(run: AnalysedRun, rewards: Series) -> Findings:
-    """Find parts of the reward that fall for good while the reward does not."""
+    """Find parts of the reward that fall permanently while the reward does not."""
     whole = shift(rewards, sign=-1)
     if whole and whole.is_lasting:
         return

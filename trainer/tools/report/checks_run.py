@@ -36,12 +36,13 @@ def checkpoints(run: AnalysedRun) -> Findings:
 
 @finding("ckpt_complete:missing")
 def missing_checkpoints(run: AnalysedRun) -> Findings:
-    """Find steps at which a checkpoint was due that does not exist.
+    """Find steps whose checkpoint was due but does not exist.
 
     If the log says that a checkpoint was saved, it does not count as missing: it was removed later,
-    by `prune` or because the run continued from a mirror, which keeps few. Checkpoints older than
-    the oldest existing one were rotated away. In the logs of other trainers, which do not say what
-    was saved, so may have been all that are older than the newest one: the best one may be kept.
+    by `prune` or because the run continued from a mirror, which keeps only a few. Checkpoints older
+    than the oldest existing one were rotated away. The logs of other trainers do not record saves.
+    In them, every checkpoint older than the newest may have been rotated away, because rotation may
+    keep only the newest and the best.
     """
     every = int(run.amount("save") or 0)
     existing = {state.step for state in run.log.checkpoints}
@@ -78,7 +79,7 @@ def completeness(run: AnalysedRun) -> Findings:
     stops = [event.message for event in log.events if event.kind == "early_stop"]
     why = " and is still running" if log.is_running else ""
     if stops and log.exit_code == 0:
-        why = f", as it was stopped early: {stops[-1]}"
+        why = f"because it was stopped early: {stops[-1]}"
     level = warn if log.source == "fsdp-sft" else note
     yield (info if why else level)(
         f"The run has completed {run.last_step} of {planned} steps ({run.last_step / planned:.1%}){why}.",
@@ -109,12 +110,13 @@ def serving(run: AnalysedRun) -> Findings:
     for proof in run.log.proofs:
         if not proof.is_equal:
             yield fail(
-                f"The export of step {proof.step} is not served with its validation loss: "
+                f"The export of step {proof.step} does not reproduce its validation loss when "
+                f"served: "
                 f"{'; '.join(proof.causes)}.",
                 id=str(proof.step),
                 steps=(proof.step, proof.step),
                 evidence=[
-                    f"{proof.engine} serves it with a loss of {number(proof.served_loss)}, "
+                    f"{proof.engine} serves it with a loss of {number(proof.served_loss)}, but "
                     f"val/loss was {number(proof.val_loss)}"
                 ],
                 reason="unequal",
@@ -122,7 +124,7 @@ def serving(run: AnalysedRun) -> Findings:
 
 
 def too_little(run: AnalysedRun) -> str:
-    """Return why the log is too short for a verdict; empty if it is long enough."""
+    """Return the reason why the log is too short for a verdict; empty if it is long enough."""
     logged = list(run.log.series.values())
     limit = MIN_POINTS
     unit = "points"
@@ -131,7 +133,7 @@ def too_little(run: AnalysedRun) -> str:
         limit = MIN_EPOCHS
         unit = "epochs"
     longest = max(map(len, logged), default=0)
-    return "" if longest >= limit else f"{longest} {unit}, at least {limit} are needed"
+    return "" if longest >= limit else f"{longest} {unit}, but at least {limit} are needed"
 
 
 @finding("insufficient")
@@ -148,7 +150,7 @@ def guarded(run: AnalysedRun) -> Findings:
     met = undone or [event for event in run.log.events if event.kind in WARNED]
     if met:
         count = len({event.step for event in met})
-        did = f"warned of {counted(count, 'step')}"
+        did = f"warned about {counted(count, 'step')}"
         if undone:
             did = f"rolled the run back {counted(len(undone), 'time')}"
         yield warn(

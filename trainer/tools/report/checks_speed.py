@@ -1,4 +1,4 @@
-"""Checks of step times and crashes, and how the time of a step is divided."""
+"""Checks of step times and crashes, and the breakdown of a step's time."""
 
 import re
 
@@ -23,9 +23,9 @@ PHASE = re.compile(
     r"ref_log_probs_values_reward|gen|ref|old_log_probs_values|old_log_prob|values|update_critic|"
     r"update_actor)(?:_s)?"
 )
-"""Matches the phases of a step under the keys of this trainer, MLLM-JAX, ROLL and verl."""
+"""Matches the phases of a step in the keys of this trainer, MLLM-JAX, ROLL and verl."""
 WHOLES = {"update": "forward", "shard": "h2d"}
-"""Maps a phase to a part of it; the phase counts only if that part is not logged."""
+"""Maps a phase to a part of it. The phase counts only if the part is not logged."""
 REST = "the rest of the step"
 BOTTLENECKS = {
     "data": "the loader is the bottleneck",
@@ -41,12 +41,12 @@ CRASH = re.compile(
     r"(?!checkpoint).*(nccl|out of memory|\boom\b|gloo|timed? ?out|silent|no heartbeat)",
     re.IGNORECASE | re.DOTALL,
 )
-"""Matches the kind and the text of an error by which a rank failed, not only a save."""
+"""Matches the kind and the text of an error that stopped a rank, not only a save."""
 MEMORY = re.compile(r"memory|oom", re.IGNORECASE)
 
 
 def throughput(run: AnalysedRun) -> Throughput | None:
-    """Return how the time of a step is divided; None if the log has no times."""
+    """Return the breakdown of a step's time; None if the log has no times."""
     # means, unlike medians, add up to the step time
     phases = {name: float(points.values.mean()) for name, points in _phases(run).items()}
     times = run.find("ordinary_time")
@@ -71,10 +71,10 @@ def _phases(run: AnalysedRun) -> dict[str, Series]:
 
 
 def slowest_phase(run: AnalysedRun, first: int, last: int) -> str:
-    """Return the phase whose time grew most in these steps or, if they are all steps, the longest;
-    "data" if the log does not say how long loading takes.
+    """Return the phase whose time grew most in these steps or, for all steps, the longest phase;
+    "data" if the log has no loading times.
 
-    The row after a step may hold the times of its phases. `REST` stands for time outside all phases.
+    The times of a step's phases may be in the next row. `REST` stands for time outside all phases.
     """
 
     def growth(points: Series) -> float:
@@ -95,7 +95,7 @@ def slowest_phase(run: AnalysedRun, first: int, last: int) -> str:
 def _bottleneck(shares: dict[str, float]) -> str:
     """Describe the longest phase in a sentence."""
     if not shares:
-        return "The log does not say where the time of a step goes."
+        return "The log does not show where the time of a step goes."
     phase = max(shares, key=shares.__getitem__)
     advice = BOTTLENECKS.get(phase, "computing is the bottleneck, as it should be")
     return f"{phase} takes {shares[phase]:.1%} of a step: {advice}."
@@ -103,14 +103,14 @@ def _bottleneck(shares: dict[str, float]) -> str:
 
 @finding("time_periodic", "time")
 def regular_tasks(run: AnalysedRun, times: Series) -> Findings:
-    """Find longer steps that save or validate, or that occur at regular intervals."""
+    """Find long steps that save or validate, or that occur at regular intervals."""
     late = times[NUM_COMPILE:]
     is_slow = late.values > 1.5 * np.median(times.values)
     slow = late.steps[is_slow]
     every = period(late, is_slow)
     is_work = np.count_nonzero(run.is_busy(slow)) >= 3
     if is_work or every:
-        cadence = "where the run saves or validates" if is_work else f"every {every} steps"
+        cadence = "when the run saves or validates" if is_work else f"every {every} steps"
         yield info(f"Steps are longer {cadence}: that is normal.", steps=(slow[0], slow[-1]))
 
 

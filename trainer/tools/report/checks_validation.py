@@ -1,4 +1,4 @@
-"""Checks of results on held-out samples: the best step, overfitting, the checkpoint to take."""
+"""Checks of results on held-out samples: the best step, overfitting, the recommended checkpoint."""
 
 import math
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ NUM_AROUND = 32
 MIN_EVALS = 3
 MIN_RISES = 3
 FATAL_RISES = 5
-"""The number of consecutive rises of the validation loss that are a fault; and the number that are
-a fatal one if they last to the end of the run.
+"""The number of consecutive rises of the validation loss that count as a fault, and the number that
+count as fatal if they last to the end of the run.
 """
 LEAK_LEAD = 0.1
 LEAK_SIGMA = 4
-"""Validation data has leaked if its loss is below the training loss by more than this share of it
-and by more than this many standard deviations of their noise.
+"""Validation data has leaked if its loss is below the training loss by more than this share and by
+more than this many standard deviations of the noise.
 """
 
 
@@ -42,7 +42,7 @@ class Criterion:
     """-1 where lower is better."""
 
     def rank(self, step: int) -> float:
-        """Return a number that is higher for a better step, and lowest for a step that has no value."""
+        """Return a number that is higher for a better step, and lowest for a step without a value."""
         return self.sign * self.values.get(step, -self.sign * math.inf)
 
 
@@ -55,7 +55,7 @@ def _val_losses(run: AnalysedRun, *, least: int = MIN_EVALS) -> Series:
     val = run.get("val_loss", least=least)
     lowest = np.concatenate([val.values, run.find("loss").values]).min()
     if run.profile == "controller" or (run.profile == "grpo" and lowest <= 0):
-        raise NotJudged("the loss of a policy changes its sign; its rewards show how good it is")
+        raise NotJudged("the loss of a policy changes its sign; its rewards show its quality")
     return val
 
 
@@ -100,8 +100,8 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     no evaluations.
 
     The recommended checkpoint is the complete one with the best result, or the best step if no
-    complete checkpoint has a result. An evaluation outranks the validation loss, which decides
-    between equal results.
+    complete checkpoint has a result. An evaluation takes precedence over the validation loss, which
+    breaks ties.
     """
     evaluated = _evaluated(run)
     measured = _measured(run) or evaluated
@@ -131,7 +131,7 @@ def generalisation(run: AnalysedRun) -> Generalisation | None:
     if chosen != wanted:
         reason += f" The best, {number(results[wanted])} at step {wanted}, was not kept."
     if evaluated:
-        reason += " It outranks the validation loss."
+        reason += " It takes precedence over the validation loss."
     return Generalisation(
         metric=measured.metric,
         values=values,
@@ -164,16 +164,16 @@ def validation_rises(run: AnalysedRun, _: Series) -> Findings:
     best = val.steps[np.argmin(val.values)]
     yield (fail if is_to_the_end and rises >= FATAL_RISES else warn)(
         f"The validation loss rose {rises} times in a row, from {number(before)} to "
-        f"{number(after)}{', up to the end' if is_to_the_end else ''}.",
+        f"{number(after)}{', until the end' if is_to_the_end else ''}.",
         steps=part.ends,
         reason="memorizes",
-        remedy=(f"Stop training and take {run.checkpoint(best)}.",),
+        remedy=(f"Stop training and use {run.checkpoint(best)}.",),
     )
 
 
 @finding("overfit", "val_loss", "loss")
 def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
-    """Find the step from which on the validation loss is clearly above its best while the training
+    """Find the step after which the validation loss is clearly above its best while the training
     loss falls.
     """
     val = _val_losses(run)
@@ -189,17 +189,17 @@ def overfitting(run: AnalysedRun, _: Series, train: Series) -> Findings:
         f"{number(within(train, 0, at).values[-1])}.",
         steps=(told.best_step, val.steps[-1]),
         evidence=[told.reason],
-        cause=f"The model saw the samples more often than it can learn from them.{lost}",
+        cause=f"The model saw the samples too often to learn anything new from them.{lost}",
         remedy=(
-            f"Use {run.checkpoint(told.recommended_step or told.best_step)}; next time stop there, "
-            "or train for fewer {epochs} or on more data.",
+            f"Use {run.checkpoint(told.recommended_step or told.best_step)}; next time, "
+            "stop there, or train with fewer {epochs} or more data.",
         ),
     )
 
 
 @finding("val_leak", "val_loss", "loss", profiles="sft")
 def leaked(run: AnalysedRun, _: Series, train: Series) -> Findings:
-    """Find a validation loss that stays lower than the training loss by more than their noise."""
+    """Find a validation loss that stays lower than the training loss by more than the noise."""
     val = _val_losses(run)
     trained = _trained(run, val)
     sigma = curve_noise(val.values) + noise(train.values) / NUM_AROUND**0.5

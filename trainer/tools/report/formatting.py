@@ -43,7 +43,7 @@ def interval(steps: tuple[int, int] | None) -> str:
 
 
 def listed(items: Iterable[str], limit: int = 10) -> str:
-    """Join items as in `a, b and c`. Items beyond the limit are replaced by their number."""
+    """Join items as in `a, b and c`. Items beyond the limit are replaced by a count."""
     words = list(items)
     if len(words) > limit:
         words = [*words[:limit], f"{len(words) - limit} more"]

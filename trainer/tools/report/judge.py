@@ -38,8 +38,8 @@ LESSER = """
     loss_spike grad_high lr_too_high reward_drop
     data_bound memory time_growth time_high gpu_util
 """
-"""Ids or prefixes of findings about bursts and speed. They come after those of `TRAINING`, which
-last.
+"""Ids or prefixes of findings about bursts and speed. They come after the lasting problems in
+`TRAINING`.
 """
 CHAIN = tuple(f"{TRAINING} {LESSER}".split())
 ENDS = (len(TRAINING.split()), len(CHAIN))
@@ -51,14 +51,14 @@ loss_falls        | start      | loss_not_falling      | loss     | The training
 rate_rises        | start      | lr_schedule:warmup    | lr       | The learning rate rises in its warm-up
 gradient_in_range | start      | grad_range            | grad     | The gradient norm is between 0.1 and 10
 time_stable       | start      | time_growth           | time     | The step time is stable
-device_busy       | start      | gpu_util              | gpu_util | The devices are busy more than 80 % of the time
-no_crash          | start      | oom_nccl              |          | No NCCL timeout, not out of memory
+device_busy       | start      | gpu_util              | gpu_util | The devices are busy over 80 % of the time
+no_crash          | start      | oom_nccl              |          | No NCCL timeout and no OOM
 val_not_rising    | checkpoint | val_rising            | val_loss | The validation loss does not keep rising
-checkpoints_whole | checkpoint | ckpt_complete:step    |          | All files are there, the export among them
+checkpoints_whole | checkpoint | ckpt_complete:step    |          | All files exist, including the export
 all_steps         | end        | run_complete:steps    |          | All planned steps were trained
 final_loss        | end        | loss_final            | loss     | The final training loss is in the usual range
 all_checkpoints   | end        | ckpt_complete:missing |          | All expected checkpoints were saved
-finished          | end        | run_complete:exit     |          | The run ended as finished
+finished          | end        | run_complete:exit     |          | The run finished normally
 """
 """The lines of the checklists. The column `check` holds the id of a finding or a prefix of it. A
 line fails if there is such a finding. If it passes, it shows the metric's first and last value.
@@ -70,10 +70,10 @@ STATUS = {"fail": "fail", "warn": "fail", "note": "note", "info": "unknown"}
 def ordered(found: Iterable[Finding], *, slack: int) -> tuple[Finding, ...]:
     """Sort findings by level, and put each cause before its effects.
 
-    Of several findings with the same id, only the worst counts, and of equally bad ones the first.
-    The finding that begins first is
-    the cause; among those that begin within `slack` steps of each other, the first in `CHAIN` is. A
-    warning that explains a fatal finding becomes fatal too.
+    Of several findings with the same id, only the worst counts, or the first if they are equally
+    bad. The finding that begins first is the cause. If several begin within `slack` steps of each
+    other, the cause is the one that comes first in `CHAIN`. A warning that explains a fatal finding
+    becomes fatal too.
     """
     worst: dict[str, Finding] = {}
     for one in sorted(found, key=lambda one: LEVELS.index(one.level)):
@@ -97,13 +97,13 @@ def ordered(found: Iterable[Finding], *, slack: int) -> tuple[Finding, ...]:
 
 
 def _rank(one: Finding) -> int:
-    """Return the position of a finding in `CHAIN`; the length of `CHAIN` if it is not in it."""
+    """Return the position of a finding in `CHAIN`, or the length of `CHAIN` if it is missing there."""
     places = (place for place, name in enumerate(CHAIN) if one.id.startswith(name))
     return next(places, len(CHAIN))
 
 
 def _explains(cause: Finding, effect: Finding, slack: int) -> bool:
-    """Return whether one fault in `TRAINING` can cause another.
+    """Return True if one fault in `TRAINING` can cause another.
 
     The cause comes earlier in `CHAIN`, and the effect begins while the cause lasts, give or take
     `slack` steps. A gradient that rises with the loss is an effect, but one that rises before it is a

@@ -1,4 +1,6 @@
-"""Infers the schedule of a learning rate from the rates alone, and where it was raised above it."""
+"""Infers the schedule of a learning rate from the rates alone, and finds where the rate was raised
+above it.
+"""
 
 from collections.abc import Iterable
 
@@ -15,26 +17,26 @@ NUM_BEFORE = 5
 RESTART_SHARE = 0.15
 """A schedule with cycles falls to at most this share of its peak before it starts again."""
 MAX_STRETCHES = 8
-"""A rate that jumps more often follows no schedule."""
+"""A rate with more jumps follows no schedule."""
 HIGH_SHARE = 0.8
-"""A rate is high from this share of the peak on."""
+"""A rate is high if it is at least this share of the peak."""
 TOLERANCE = 0.01
 """A rate is constant if its range is at most this share of the peak."""
 MIN_FIT = 0.995
-"""The correlation with a schedule that a rate must exceed. It is below 1 because a console prints
-few digits.
+"""A rate follows a schedule if their correlation exceeds this value. It is below 1 because a
+console prints few digits.
 """
 MAX_STRETCH = 8
-"""Because a run may have been stopped early, it is compared with cosines that are up to this many
-times as long.
+"""Because a run may have been stopped early, it is compared with cosines up to this many times as
+long.
 """
 
 
 def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
-    """Return all stretches in which the rate lies above its schedule, in order.
+    """Return all stretches in which the rate is above its schedule, in order.
 
     Each begins with a jump from one point to the next. A rate that jumps more than `MAX_STRETCHES`
-    times follows no schedule, and gives none.
+    times follows no schedule, so the result is empty.
     """
     values = series.values
     before = values[:-1]
@@ -65,17 +67,17 @@ def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
 
 
 def _rises_on(values: Floats) -> bool:
-    """Return whether the first change of a rate is a rise. Printed rates repeat."""
+    """Return True if the first change of a rate is a rise. Printed rates repeat."""
     changed = np.flatnonzero(values != values[0])
     return bool(len(changed)) and bool(values[changed[0]] > values[0])
 
 
 def restarted_at(series: Series) -> int | None:
-    """Return the last step before a high rate falls to less than half at one point, and then warms
-    up again to a high rate; None if it never does.
+    """Return the last step before a high rate falls below half from one point to the next and then
+    warms up to a high rate again; None if there is no such step.
 
-    Schedules with cycles fall to a low rate before they start again. A rate that falls so more than
-    `MAX_STRETCHES` times follows no schedule.
+    Schedules with cycles fall to a low rate before they start again. A rate with more than
+    `MAX_STRETCHES` such falls follows no schedule.
     """
     values = series.values
     high = values[:-1] > RESTART_SHARE * values.max()
@@ -93,7 +95,7 @@ def restarted_at(series: Series) -> int | None:
 
 
 def scheduled(series: Series) -> Series:
-    """Return the rates that the schedule alone set, without the raised stretches."""
+    """Return the rates that the schedule set, without the raised stretches."""
     is_usual = np.ones(len(series), dtype=bool)
     for first, last in (stretch.steps for stretch in raised_rates(series)):
         is_usual &= (series.steps < first) | (series.steps > last)

@@ -80,9 +80,7 @@ reward_std      reward_std train/reward_total_std
 equal_groups    frac_reward_zero_std
 reward_clip     critic/reward_clip_frac
 """)
-"""Role -> possible keys. A role is a metric that findings use; the first key that the log has
-counts.
-"""
+"""Role -> possible keys. A role is a metric that findings use; the first key in the log is used."""
 
 ALIASES: Mapping[str, tuple[str, ...]] = _table("""
 train/loss        loss train_loss train_loss_step training_loss actor/total_loss actor/sft_loss
@@ -168,11 +166,11 @@ val/accuracy                          | val aime/amc/math/gsm/gpqa/mmlu/humaneva
 critic/advantages/max                 | advantage max             | val
 checkpoint/failed_in_a_row            | failed save               | checkpoint
 """
-"""The words by which a name that no table holds is recognised: one of each group, and besides them
-only those in the last column and `FILLERS`.
+"""Words that identify a metric that is in no other table: the name must have one word of each
+group, and otherwise only words from the last column and `FILLERS`.
 """
 FILLERS = {"train", "step", "mean", "per", "perf", "optim"}
-"""Words that say nothing about a metric."""
+"""Words that carry no information about a metric."""
 _SYNONYMS = _table("""
 val       valid validation eval evaluation test dev
 grad      gradient gradients
@@ -203,7 +201,7 @@ checkpoint ckpt checkpoints
 seq       sequence
 """)
 SYNONYMS = {other: word for word, others in _SYNONYMS.items() for other in others}
-"""Word in the name of a metric -> the word that `WORDS` has for it."""
+"""Word in the name of a metric -> the corresponding word in `WORDS`."""
 
 _OPTIONS = """
 clip         | max_grad_norm | optim.clip_grad
@@ -248,7 +246,9 @@ def _recognised(text: str) -> Iterator[tuple[str, list[set[str]], set[str]]]:
 
 
 WORDS = list(_recognised(_WORDS))
-"""Our key, the groups of words of which a name must have one each, and all words that it may have."""
+"""Our key, groups of words (a name must have one word of each group), and all words that the name
+may have.
+"""
 _COLUMNS = {"fsdp-sft": 1, "verl": 2}
 """Source of a log -> column of the table above. Other sources use the names of transformers."""
 

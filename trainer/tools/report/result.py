@@ -17,7 +17,7 @@ LEVELS = ("fail", "warn", "note", "info")
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a check found.
+    """The result of a check.
 
     `id` is stable: it is the name of the check, plus a metric or step if the check can fire twice.
     """
@@ -104,7 +104,7 @@ class Generalisation:
 
 @dataclass(frozen=True)
 class RaisedRate:
-    """A stretch in which the learning rate lies above its schedule."""
+    """A stretch in which the learning rate is above its schedule."""
 
     steps: tuple[int, int]
     level: float
@@ -149,7 +149,7 @@ class CheckItem:
 
 @dataclass(frozen=True)
 class Report:
-    """All results for one run. `insufficient` names the checks that could not judge, with the
+    """All results for one run. `insufficient` lists the checks that could not judge, with the
     reasons.
     """
 

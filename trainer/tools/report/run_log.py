@@ -12,7 +12,9 @@ from trainer.tracking.row_losses import HardRow
 
 
 class UnreadableLogError(ValueError):
-    """No reader can read the path; the message names it, the files that were tried, and the fix."""
+    """No reader can read the path. The message names the path, the files that were tried, and the
+    fix.
+    """
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class ServingCheck:
-    """A certificate that `prove` wrote: a checkpoint's loss when served and when validated."""
+    """A certificate from `prove`: a checkpoint's loss when served and when validated."""
 
     step: int
     engine: str
@@ -122,4 +124,4 @@ class RunLog:
     is_running: bool = False
     """True if a process is training in the directory now."""
     notes: tuple[str, ...] = ()
-    """Remarks by the reader, such as a warning that the format hides NaN losses."""
+    """Notes from the reader, such as a warning that the format hides NaN losses."""

@@ -10,17 +10,17 @@ from trainer.tools.report.result import Finding, Report
 from trainer.tools.report.run_log import RunLog
 
 MAX_PLOTS = 12
-"""The number of plots in addition to that of the loss."""
+"""The number of plots besides the loss plot."""
 LOSSES = (*ROLES["loss"], *ROLES["val_loss"])
 STATUSES = ("fail", "note", "unknown", "pass")
 """The statuses of checklist lines, in display order."""
 LEGEND = (
     "Pale: as logged; dark: smoothed by 0.9; points: validation. Yellow: anomaly; dashed: best "
-    "validation; red cross: not a number."
+    "validation; red cross: not finite."
 )
 INTERVALS = "Means with 95 % intervals: checkpoints with overlapping intervals may be equally good."
-HARD_ROWS = "Rows whose loss exceeds that of their batches most: wrong, odd or hard."
-SAMPLE = "The first sample of the last start, its supervised part in [[ ]]."
+HARD_ROWS = "Rows whose loss exceeds the loss of their batches most: wrong, unusual or hard rows."
+SAMPLE = "The first sample of the last start, with its supervised part in [[ ]]."
 GENERALISATION = "recommended_step recommended_path reason metric best_step best_value last_value"
 ANOMALY = "steps metric peak_step peak_value ratio has_recovered percent movers chain"
 RATE = "schedule peak warmup_steps last high_share anomalies_at_high_share"

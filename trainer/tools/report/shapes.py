@@ -30,7 +30,7 @@ PLACES_PER_WIDTH = 8
 """Windows overlap: this many start within the width of one."""
 MAX_WINDOWS = 20_000
 MEDIAN_SPREAD = 1.25
-"""The standard deviation of a median, divided by that of a mean of the same points."""
+"""The ratio of the standard deviations of a median and of a mean of the same points."""
 SIGMA = 5
 """Two levels differ if they are more than this many standard deviations of a level apart."""
 BAND_SIGMA = 3
@@ -220,8 +220,8 @@ LEVEL_POINTS = 32
 SPREAD_POINTS = 128
 SHORT = 200
 """The usual level of a point is the median of `LEVEL_POINTS` points before it, and its usual spread
-is that of `SPREAD_POINTS` points before it. In a log with fewer than `SHORT` points, the level may
-fall fast.
+is the spread of `SPREAD_POINTS` points before it. In a log with fewer than `SHORT` points, the
+level may fall fast.
 """
 
 

@@ -14,9 +14,11 @@ from trainer.tools.report.statistics import rolling
 
 NUM_STEPS = 8
 WINDOW = 9
-"""The number of steps whose median a row of a training metric shows. The row names the middle one."""
+"""A row of a training metric shows the median over this many steps, and names the middle step."""
 COMPARED = "val_reward val_accuracy val_loss reward accuracy loss tokens_per_s time"
-"""The roles to compare. Results come first because they say more than the loss of a policy."""
+"""The roles to compare. Results come first because they are more informative than the loss of a
+policy.
+"""
 
 Run = tuple[Report, RunLog]
 Row = tuple[object, ...]

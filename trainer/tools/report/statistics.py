@@ -49,8 +49,8 @@ def bins(series: Series, num_bins: int = NUM_BINS) -> Series:
 def epoch_means(series: Series, epochs: Series) -> Series:
     """Return the mean over each epoch, at the epoch's last step.
 
-    `epochs` maps a step to the number of completed epochs, with fractions, as trackers log it.
-    Where it is a whole number, the step is the last of its epoch.
+    `epochs` maps a step to the number of completed epochs, with fractions, as trackers log it. A
+    step with a whole number is the last of its epoch.
     """
     numbers = np.ceil(np.interp(series.steps, epochs.steps, epochs.values) - 1e-9)
     firsts = np.flatnonzero(np.diff(numbers, prepend=-1.0))
@@ -74,7 +74,7 @@ class Slope(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 for a significant rise, -1 for a significant fall, otherwise 0."""
+        """1 for a significant rise, -1 for a significant fall, 0 for neither."""
         return int(np.sign(self.change)) if self.p_value < TREND_P else 0
 
 
@@ -95,12 +95,12 @@ def slope(series: Series) -> Slope:
 
 
 def is_rising(series: Series) -> bool:
-    """Return whether a series has a significant upward trend."""
+    """Return True if a series has a significant upward trend."""
     return slope(series).sign > 0
 
 
 def is_falling(series: Series) -> bool:
-    """Return whether a series has a significant downward trend."""
+    """Return True if a series has a significant downward trend."""
     return slope(series).sign < 0
 
 
@@ -115,7 +115,7 @@ def _mann_kendall(values: Floats, score: float) -> float:
 
 
 def smooth(series: Series) -> Series:
-    """Return the exponential mean of the finite values, corrected for the bias at its start."""
+    """Return the bias-corrected exponential mean of the finite values."""
     known = finite(series)
     sums = accumulate(
         known.values.tolist(),

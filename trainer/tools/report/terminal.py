@@ -49,7 +49,7 @@ def print_report(console: Console, report: Report, log: RunLog) -> None:
             num_left = len(section.rows) + len(section.findings) - len(rows) - len(findings)
             if num_left:
                 console.print(f"… {num_left} more", style="dim")
-    console.print("The rest: --html FILE, or --json.", style="dim")
+    console.print("For the full report, use --html FILE or --json.", style="dim")
 
 
 def print_section(console: Console, section: Section) -> None:
@@ -70,5 +70,5 @@ def print_section(console: Console, section: Section) -> None:
 
 
 def _text(words: str, style: str = "") -> Text:
-    """Return words without control characters or markup; levels and verdicts get their style."""
+    """Return text without control characters or markup; levels and verdicts get their style."""
     return Text(clean_lines(words), style or STYLES.get(words, ""))

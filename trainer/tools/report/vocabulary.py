@@ -18,7 +18,7 @@ def role_order(key: str) -> tuple[int, str]:
 
 @cache
 def meaning(key: str) -> Metric:
-    """Return the entry for a key of any trainer's log, or an entry that says the key is unknown.
+    """Return the entry for a key from any trainer's log, or an entry for an unknown metric.
 
     `eval/` is an alternative spelling of `val/`. Other trainers' names may have or lack a prefix
     `train/`, `val/` or `eval/`. A suffix such as `@sum` is ignored.
@@ -35,5 +35,5 @@ def meaning(key: str) -> Metric:
 
 
 def is_known(key: str) -> bool:
-    """Return whether a table holds an entry for a key."""
+    """Return True if a table contains an entry for a key."""
     return meaning(key).meaning != UNKNOWN

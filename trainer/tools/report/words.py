@@ -23,7 +23,9 @@ def chain_of(anomaly: Anomaly) -> tuple[str, ...]:
 
 
 def story(anomalies: tuple[Anomaly, ...]) -> str:
-    """Describe the order in which the metrics moved, if most anomalies of several have the same order."""
+    """Describe the order in which the metrics moved, if it is the same in most of several
+    anomalies.
+    """
     chains = Counter(tuple(name for name in chain_of(one) if name in STORY) for one in anomalies)
     for chain, times in chains.most_common(1):
         if len(chain) > 1 and times > max(1, len(anomalies) / 2):
@@ -45,7 +47,7 @@ def moved_along(anomaly: Anomaly) -> str:
 
 
 def why_recovered(run: AnalysedRun) -> str:
-    """Describe what may have ended the anomalies that passed, judged by the configuration and the
+    """Describe the likely reason why anomalies passed, judging by the configuration and the
     learning rate.
     """
     passed = sum(anomaly.has_recovered for anomaly in run.anomalies)
@@ -54,7 +56,7 @@ def why_recovered(run: AnalysedRun) -> str:
     falls = bool(rates) and rates.values[-1] < 0.95 * rates.values.max()
     reasons = {
         f"gradient clipping ({run.quoted('clip')}) limits the updates that follow": clip,
-        "the KL penalty pulls the policy back once it is far away": run.key("kl"),
+        "the KL penalty pulls the policy back once it is far from its reference": run.key("kl"),
         "the learning rate falls late in the run": falls,
         "the length limit and format rewards force short answers again": run.key("max_length"),
         "the following batches are ordinary again": True,

@@ -1,1 +1,1 @@
-"""Check a machine and the training on it: `doctor` and `doctor --run`."""
+"""Checks of a machine and of training on it: `doctor` and `doctor --run`."""

@@ -1,4 +1,4 @@
-"""The checks of `doctor`: those that every start makes, and some that take longer.
+"""The checks of `doctor`: the checks of every start, and some that take longer.
 
 Only the checks that need torch import it.
 """
@@ -25,7 +25,7 @@ from trainer.train.start import preflight
 SHOWN_CHARS = 120
 MIRROR_WITHIN_S = 10.0
 MIN_FREE_SHARE = 0.9
-"""Share of a card's memory that must be free; the driver keeps some."""
+"""Share of a GPU's memory that must be free; the driver uses some."""
 
 
 def requirements(launch: Launch) -> Iterator[Checked]:
@@ -35,13 +35,13 @@ def requirements(launch: Launch) -> Iterator[Checked]:
 
 
 def cards(launch: Launch) -> Iterator[Checked]:
-    """Check the number of cards, their driver and their free memory."""
+    """Check the number of GPUs, their driver and their free memory."""
     if launch.problem is not None:
         yield Checked("fail", launch.problem)
         return
     if not launch.num_gpus:
         if launch.config.trainer.device == "cuda":
-            what = "trainer.device=cuda, but this machine has no card"
+            what = "trainer.device=cuda, but this machine has no GPU"
             yield Checked("warn", what, "run doctor on the machine you will train on")
         else:
             yield Checked("ok", f"{launch.num_ranks} ranks would train on this machine's CPUs")
@@ -52,8 +52,8 @@ def cards(launch: Launch) -> Iterator[Checked]:
     for number in numbers:
         free_bytes, total_bytes = torch.cuda.mem_get_info(number)
         if free_bytes < MIN_FREE_SHARE * total_bytes:
-            what = f"another process is using card {number}; only {readable(free_bytes)} is free"
-            fix = "end that process (see nvidia-smi), or choose cards with CUDA_VISIBLE_DEVICES"
+            what = f"another process is using GPU {number}; only {readable(free_bytes)} is free"
+            fix = "end that process (see nvidia-smi), or choose GPUs with CUDA_VISIBLE_DEVICES"
             yield Checked("warn", what, fix)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in numbers}))
@@ -72,7 +72,9 @@ def directories(launch: Launch) -> Iterator[Checked]:
 
 
 def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
-    """Do in a directory what checkpoints need: synced files, renames, locks. Report what fails."""
+    """Try the operations that checkpoints need in a directory: synced files, renames, locks. Report
+    failures.
+    """
     try:
         with TemporaryDirectory(prefix=".sft-", dir=existing_parent(Path(directory))) as name:
             made = Path(name)
@@ -84,7 +86,7 @@ def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
             with (made / "file").open("ab") as file:
                 has_locks = try_lock(file.fileno())
     except OSError as error:
-        fix = "choose a directory that can be written, on another disk"
+        fix = "choose a writable directory on another disk"
         yield Checked("fail", f"{key}={directory}: {error}", fix)
         return
     if has_locks is False:
@@ -97,23 +99,25 @@ def _tried(key: str, directory: str, *, needs_lock: bool) -> Iterator[Checked]:
 
 
 def resume(launch: Launch) -> Iterator[Checked]:
-    """Report the checkpoint from which the run would resume, and whether it is training now."""
+    """Report the checkpoint from which the run would resume, and whether the run is training."""
     config = launch.config
     run_dir = Path(config.trainer.default_local_dir)
     if is_live(run_dir):
         fix = "wait for that run or stop it, or choose a new trainer.experiment_name"
-        yield Checked("fail", f"a run trains in {run_dir} now", fix)
+        yield Checked("fail", f"a run is training in {run_dir}", fix)
     found = preflight.find_candidates(config)
     for note in found.notes:
         yield Checked("warn", note, "inspect it with `checkpoint ls` before the run continues")
     if found.chosen is None:
-        yield Checked("ok", f"{run_dir} is new")
+        yield Checked("ok", f"{run_dir} is a new run")
     else:
         yield Checked("ok", f"continues from {found.chosen.path}")
 
 
 def login(launch: Launch) -> Iterator[Checked]:
-    """Check for a Weights & Biases key. Without it, the run would ask for one after its ranks started."""
+    """Check for a Weights & Biases key. Without one, the run would prompt for a key after starting
+    its ranks.
+    """
     if "wandb" in with_environment(launch.config.trainer.logger):
         try:
             wandb_backend.require_login()
@@ -137,7 +141,7 @@ def mirror(launch: Launch) -> Iterator[Checked]:
         fix = "check login, URL and network, or train with trainer.checkpoint.mirror=null"
         yield Checked("fail", str(error), fix)
     else:
-        yield Checked("ok", f"{url} answers, {num_files} files")
+        yield Checked("ok", f"{url} responds and has {num_files} files")
 
 
 def rows(launch: Launch) -> Iterator[Checked]:
@@ -170,7 +174,9 @@ def rows(launch: Launch) -> Iterator[Checked]:
                 mask = result[0].loss_mask
                 text = " ".join(preview(ids, mask, encoder.tokenizer).split())
                 end = text[-SHOWN_CHARS:]
-                yield Checked("ok", f"the end of {place} (supervised text in [[ ]]): …{end}")
+                yield Checked(
+                    "ok", f"the end of the sample at {place} (supervised text in [[ ]]): …{end}"
+                )
 
 
 CHECKS: dict[str, Check] = {
@@ -193,8 +199,8 @@ NEEDS = {
     "rows": {"requirements", "model", "template", "files"},
     "memory and disk": {"cards", "architecture"},
 }
-"""{check: checks it needs}. A check is skipped after one that it needs has failed, because it would
-only repeat the failure.
+"""{check: checks it needs}. If a check fails, the checks that need it are skipped, because they
+would only repeat the failure.
 """
 
 

@@ -1,4 +1,4 @@
-"""Compare the logs and checkpoints of two finished runs of the same length, bit for bit."""
+"""Compares the logs and checkpoints of two finished runs of the same length, bit for bit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ from trainer.tools.verify.runs import logged
 
 STEP_KEYS = ("train/loss", "train/grad_norm", "train/lr(1e-3)", "train/total_token_count")
 LOADER = "loader"
-"""Entry of `data.pt` with torchdata's counters, which start again in every process."""
+"""Entry of `data.pt` with torchdata's counters, which restart in every process."""
 
 
 class Missing(str):
-    """The reason why a run lacks a value. It differs from every value, even from itself."""
+    """The reason why a run lacks a value. It differs from every value, including itself."""
 
 
 MISSING = Missing("missing")
@@ -32,7 +32,7 @@ class Comparison:
     differences: list[str] = field(default_factory=list)
 
     def add(self, place: str, left: Any, right: Any) -> None:
-        """Compare a value or tensor of one run with that of the other."""
+        """Compare a value or tensor of one run with its counterpart in the other."""
         difference = _difference(left, right)
         if difference:
             self.differences.append(f"{place}: {difference}")
@@ -111,7 +111,7 @@ def _difference(left: Any, right: Any) -> str:
     if torch.equal(_bytes(left), _bytes(right)):
         return ""
     largest = (left.double() - right.double()).abs().max().item()
-    return f"numbers differ, by at most {largest:.3g}"
+    return f"numbers differ by at most {largest:.3g}"
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Train a recipe for a few steps in a temporary directory.
+"""Trains a recipe for a few steps in a temporary directory.
 
-A run goes straight through, has changed settings, or is killed and resumed. This module imports no
-torch. Every process that it starts ends with the call, or with this process.
+A run is uninterrupted, has changed settings, or is killed and resumed. This module imports no
+torch. Every process that it starts ends with the call or with this process.
 """
 
 import os
@@ -25,8 +25,7 @@ NUM_STEPS = 10
 SAVE_FREQ = 4
 KILL_AFTER = 5
 NUM_COMPARED = 4
-"""Number of steps to compare between two ways of computing; rounding errors grow from step to step.
-"""
+"""Number of steps to compare between two computations; rounding errors grow from step to step."""
 NUM_WARMUP_STEPS = 2
 MAX_KILLS = 3
 """Number of attempts to kill a run before its last save."""
@@ -88,8 +87,8 @@ class Runs:
 
     @cached_property
     def all_overrides(self) -> list[str]:
-        """Return settings that the user's overrides may replace (few rows, and a separate cache),
-        then the user's overrides.
+        """Return defaults (few rows, and a separate cache), followed by the user's overrides, which
+        may replace them.
         """
         batch_size = load_config(list(self.overrides)).data.train_batch_size
         first = [
@@ -196,4 +195,6 @@ FORCED = (
     "trainer.checkpoint.mirror=null",
     "trainer.logger=[console]",
 )
-"""Overrides that replace the user's, so that nothing of the user's own run is read or written."""
+"""Overrides that replace the user's, so that the files of the user's run are neither read nor
+written.
+"""

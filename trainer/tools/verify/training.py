@@ -41,28 +41,28 @@ def check_training(runs: Runs) -> Checked:
 def check_ranks(runs: Runs) -> Checked:
     """Compare the steps on one rank with those on all ranks."""
     if runs.num_ranks == 1:
-        return Checked("skip", "there is only one rank: give a number of ranks above 1")
+        return Checked("skip", "there is only one rank: run with more than one rank")
     try:
         alone = runs.train("one_rank", num_ranks=1, until=NUM_COMPARED)
     except RunFailedError as error:
         if OUT_OF_MEMORY.search(str(error)):
             return Checked("skip", "the model does not fit on one rank: use a smaller model")
         raise
-    fix = "find the broken card or link: check fewer ranks, with CUDA_VISIBLE_DEVICES"
+    fix = "find the broken GPU or link: run with fewer ranks, using CUDA_VISIBLE_DEVICES"
     return _same_steps(runs, alone, f"1 rank and {runs.num_ranks} ranks", fix)
 
 
 def check_packing(runs: Runs) -> Checked:
-    """Compare the steps with packed documents to those with documents that run alone."""
+    """Compare steps with packed documents with steps that run documents one by one."""
     if "documents are packed" not in runs.straight.said():
         return Checked("skip", "documents of this model are never packed")
     alone = runs.train("alone", "model.attention=per_document", until=NUM_COMPARED)
     fix = "train with model.attention=per_document, and report the architecture"
-    return _same_steps(runs, alone, "packed documents and documents alone", fix)
+    return _same_steps(runs, alone, "packed documents and separate documents", fix)
 
 
 def _same_steps(runs: Runs, other: ShortRun, what: str, fix: str) -> Checked:
-    """Compare the first steps of another run with those of the uninterrupted run."""
+    """Compare the first steps of another run with the uninterrupted run."""
     found = _differences(runs.straight, other)
     allowed = dict(TOLERANCES)
     if runs.config.model.fsdp_config.param_dtype != "float32":
@@ -70,7 +70,7 @@ def _same_steps(runs: Runs, other: ShortRun, what: str, fix: str) -> Checked:
         for key, rounding in _differences(runs.straight, precise).items():
             allowed[key] = max(allowed[key], NUM_ROUNDINGS * rounding)
     texts = [f"{key} differs by {found[key]:.1e} (allowed {allowed[key]:.0e})" for key in found]
-    what = f"{what}: {', '.join(texts)}, relative, over {NUM_COMPARED} steps"
+    what = f"{what}: {', '.join(texts)} (relative, over {NUM_COMPARED} steps)"
     is_same = all(found[key] <= allowed[key] < 1 for key in found)  # False for NaN
     return Checked("ok", what) if is_same else Checked("fail", what, fix)
 
@@ -86,7 +86,7 @@ def _differences(left: ShortRun, right: ShortRun) -> dict[str, float]:
 
 
 def check_resume(runs: Runs) -> Checked:
-    """Compare a run that was killed with SIGKILL and resumed with the straight one, bit for bit."""
+    """Compare a run that was killed (SIGKILL) and resumed with an uninterrupted run, bit for bit."""
     killed = runs.train_killed()
     if killed is None:
         return Checked("skip", "the runs finished before they could be killed: use a larger batch")
@@ -104,27 +104,29 @@ def check_resume(runs: Runs) -> Checked:
         return Checked("ok", what)
     repeated = compare_runs(straight, runs.train("straight_again").run_dir, steps=NUM_STEPS)
     if not repeated.differences:
-        what = f"a resumed run differs from a straight one, first at {found.differences[0]}"
+        what = f"a resumed run differs from an uninterrupted one, first at {found.differences[0]}"
         return Checked("fail", what)
-    what = f"training is not deterministic: two straight runs differ at {repeated.differences[0]}"
-    fix = "trainer.deterministic=true, model.compile=false, no model code that draws at random"
+    what = (
+        f"training is not deterministic: two uninterrupted runs differ at {repeated.differences[0]}"
+    )
+    fix = "trainer.deterministic=true, model.compile=false, and no random model code"
     return Checked("fail", what, fix)
 
 
 def check_memory(runs: Runs) -> Checked:
-    """Compare the highest memory use of a rank with the plan, which is an upper bound."""
+    """Compare the peak memory of a rank with the plan, which is an upper bound."""
     key = "memory/max_reserved_gib" if runs.is_on_gpu else "memory/cpu/rss_gib"
     peak_gib = max(row[key] for row in runs.timed.rows())
     planned_gib = runs.planned_gib(runs.config, runs.num_ranks)
     what = f"a rank uses at most {peak_gib:.2f} GiB; the plan predicts {planned_gib:.2f}"
     if peak_gib <= planned_gib:
         return Checked("ok", what)
-    fix = f"give `plan` a limit that is {peak_gib - planned_gib:.1f} GiB lower (--memory-gib)"
+    fix = f"lower the memory limit of `plan` by {peak_gib - planned_gib:.1f} GiB (--memory-gib)"
     return Checked("warn" if peak_gib <= MEMORY_MARGIN * planned_gib else "fail", what, fix)
 
 
 def check_speed(runs: Runs) -> Checked:
-    """Report the median tokens per second, and the MFU if the card's peak is known."""
+    """Report the median tokens per second, and the MFU if the GPU's peak is known."""
     rows = runs.timed.rows()[NUM_WARMUP_STEPS:]
     rate = statistics.median(row["throughput/train/tokens_per_s"] for row in rows)
     shares = [row[MFU] for row in rows if MFU in row]

@@ -1,4 +1,4 @@
-"""The one table of metrics: unit, meaning, reduction over ranks, console and CSV format.
+"""The central table of metrics: unit, meaning, reduction over ranks, console and CSV format.
 
 To add a metric, write an entry in `table.py`, and call `put` where its value is known. The entry's
 `over_ranks` decides whether the value is sent to the other ranks. The rows, the guard's rules, the
@@ -24,9 +24,7 @@ ABSENT = float("-inf")
 
 
 class UnknownMetricWarning(UserWarning):
-    """A value was put under a key that is not in the table. Tests turn this warning into an
-    error.
-    """
+    """The key of a metric is not in the table. Tests turn this warning into an error."""
 
 
 _travelling: dict[str, SupportsFloat] = {}
@@ -46,8 +44,8 @@ def put(key: str, value: SupportsFloat) -> None:
     if metric and metric.over_ranks in COMBINED:
         if key not in METRICS:
             raise ValueError(
-                f"metric '{key}' cannot be combined over ranks: the table has only '{metric.key}', "
-                f"so other ranks may not have this key.\n"
+                f"metric '{key}' cannot be reduced over ranks: the table has only '{metric.key}', "
+                f"so other ranks may lack this key.\n"
                 f"Fix: add '{key}' to trainer.tracking.metrics.METRICS on every rank before you "
                 f"create the run"
             )
@@ -79,7 +77,7 @@ def find(key: str) -> Metric | None:
 
 
 def is_signal(key: str) -> bool:
-    """Return whether the guard may act on a metric.
+    """Return True if the guard may act on a metric.
 
     Such a metric is logged every step, is bit-identical on all ranks, and is not computed by the
     guard itself.

@@ -38,7 +38,7 @@ CSV = {
 
 
 def entries(over_ranks: str, every: str, *rows: tuple[str, str, str, str]) -> list[Metric]:
-    """Make entries with the same reduction over ranks and the same frequency.
+    """Make entries that share a reduction over ranks and a frequency.
 
     Each row holds the key, the unit, the better direction, and the meaning.
     """
@@ -58,7 +58,7 @@ def entries(over_ranks: str, every: str, *rows: tuple[str, str, str, str]) -> li
 
 
 def foreign(unit: str, better: str, meanings: Mapping[str, str]) -> list[Metric]:
-    """Make entries of other trainers' metrics with the same unit and better direction.
+    """Make entries for other trainers' metrics that share a unit and a better direction.
 
     `meanings` maps a key to its meaning.
     """
@@ -85,9 +85,9 @@ def lengths(split: str, every: str) -> list[Metric]:
 
 
 def slowest(phase: str) -> Metric:
-    """Make the entry for the time of a phase on the rank where it takes longest."""
+    """Make the entry for the time of a phase on the slowest rank."""
     key = f"time/train/{phase}_s"
-    meaning = f"{key} on the rank where it is longest."
+    meaning = f"{key} on the slowest rank."
     return Metric(f"{key}_max", "s", "down", meaning, over_ranks="max", of=key)
 
 
@@ -108,7 +108,7 @@ TABLE = (
             "train/total_valid_token_count",
             "token",
             "none",
-            "Supervised tokens of this step's batch over all ranks; 0 = nothing to learn from.",
+            "Supervised tokens of this step's batch over all ranks; 0: the step learns nothing.",
         ),
         (
             "data/valid_token_frac",
@@ -116,46 +116,46 @@ TABLE = (
             "middle",
             "Supervised tokens / all tokens without padding.",
         ),
-        ("data/pad_frac", "share", "down", "Padding / all token slots that were computed."),
+        ("data/pad_frac", "share", "down", "Padding / all computed token slots."),
         (
             "data/packing_efficiency",
             "share",
             "up",
-            "Tokens without padding / slots of the micro-batches at their largest size.",
+            "Tokens without padding / capacity of the micro-batches.",
         ),
         (
             "data/empty_label",
             "sample",
             "down",
-            "Samples of this step without a supervised token: nothing is learned from them.",
+            "Samples of this step without a supervised token: the model learns nothing from them.",
         ),
         (
             "data/token_imbalance",
             "ratio",
             "down",
-            "Tokens of the rank with the most tokens / mean over ranks: 1 = even. The others wait for "
-            "that rank.",
+            "Tokens of the rank with the most tokens / mean over ranks: 1 = even. The other ranks "
+            "wait for that rank.",
         ),
         (
             "train/loss",
             "nat/token",
             "down",
-            "Summed cross-entropy of all supervised tokens of the step, on all ranks, / their "
-            "number, whatever model.loss trains.",
+            "Mean cross-entropy of the step's supervised tokens on all ranks, regardless of "
+            "model.loss.",
         ),
         (
             "train/objective",
             "nat/token",
             "down",
-            "Mean of the training loss over the step's supervised tokens, where model.loss is not "
+            "Mean of the training loss over the step's supervised tokens, if model.loss is not "
             "cross_entropy.",
         ),
         (
             "train/objective/<term>",
             "nat/token",
             "down",
-            "Mean of a further term of the training loss over the step's supervised tokens, without "
-            "its weight.",
+            "Mean of an additional term of the training loss over the step's supervised tokens, "
+            "without its weight.",
         ),
         (
             "train/loss_ema",
@@ -211,8 +211,8 @@ TABLE = (
             "Tokens of the busiest expert / mean over experts, in the layer where this is largest: "
             "1 = even. Experts have no capacity limit and drop no tokens.",
         ),
-        ("progress/step", "step", "none", "Finished optimizer steps, from 1."),
-        ("progress/epoch", "epoch", "none", "Passes over the training data, from 0."),
+        ("progress/step", "step", "none", "Finished optimizer steps, starting at 1."),
+        ("progress/epoch", "epoch", "none", "Passes over the training data, starting at 0."),
         ("progress/tokens", "token", "none", "Tokens trained on so far, without padding."),
         ("progress/pct", "%", "none", "Finished part of the run."),
     ),
@@ -225,7 +225,7 @@ TABLE = (
             "data/dropped",
             "sample",
             "down",
-            "Rows dropped when the data was prepared: too long or unusable.",
+            "Rows dropped during data preparation: too long or unusable.",
         ),
         (
             "optim/grad_norm/<block>",
@@ -247,8 +247,8 @@ TABLE = (
             "train/loss_max_rank",
             "nat/token",
             "down",
-            "Mean loss of the rank where it is highest: far above train/loss, one rank has odd "
-            "data.",
+            "Mean loss of the rank with the highest loss: far above train/loss means that one "
+            "rank has unusual data.",
         ),
         (
             "memory/allocated_gib",
@@ -266,8 +266,8 @@ TABLE = (
             "memory/max_reserved_gib",
             "GiB",
             "down",
-            "Peak of reserved memory since the last step, on the rank with the highest peak. The card "
-            "must have at least this much.",
+            "Peak of reserved memory since the last step, on the rank with the highest peak. The "
+            "GPU must have at least this much.",
         ),
         (
             "memory/max_reserved_frac",
@@ -279,7 +279,8 @@ TABLE = (
             "memory/cpu/rss_gib",
             "GiB",
             "down",
-            "Host memory of the training process, largest rank; steady growth is a leak.",
+            "Host memory of the training process, on the rank that uses most; steady growth is a "
+            "leak.",
         ),
     ),
     *entries(
@@ -296,7 +297,7 @@ TABLE = (
             "memory/alloc_retries",
             "count",
             "down",
-            "Allocations that succeeded only after emptying the cache: memory is nearly full, "
+            "Allocations that succeeded only after emptying the cache: memory is nearly full, and "
             "steps are slow.",
         ),
         ("memory/ooms", "count", "down", "Allocations that failed: out of memory."),
@@ -308,8 +309,8 @@ TABLE = (
             "val/loss",
             "nat/token",
             "down",
-            "Summed cross-entropy of validation samples / their supervised tokens; rising while "
-            "train/loss falls: overfitting.",
+            "Mean cross-entropy of the supervised validation tokens; rising while train/loss "
+            "falls: overfitting.",
         ),
         (
             "val/loss_stderr",
@@ -360,8 +361,8 @@ TABLE = (
             "throughput/train/valid_tokens_per_s_update",
             "1/s",
             "up",
-            "Supervised tokens of all ranks / the time of this step's forward, backward and "
-            "update: without waiting for data.",
+            "Supervised tokens of all ranks / time of this step's forward pass, backward pass and "
+            "update, without waiting for data.",
         ),
         ("throughput/train/tokens_per_s_per_gpu", "1/s", "up", "tokens_per_s / number of devices."),
         (
@@ -384,8 +385,9 @@ TABLE = (
             "train/time(s)",
             "s",
             "down",
-            "Wall time of this step with its wait for data, without validation and checkpoint. "
-            "Ranks wait for each other in every step: the slowest sets it.",
+            "Wall time of this step, including its wait for data but not validation and "
+            "checkpoint. Ranks wait for each other in every step, so the slowest rank determines "
+            "it.",
         ),
         (
             "progress/eta_s",
@@ -404,7 +406,7 @@ TABLE = (
             "ckpt/age_steps",
             "step",
             "down",
-            "Steps since the last good checkpoint: what a crash would cost.",
+            "Steps since the last good checkpoint, which a crash would lose.",
         ),
     ),
     *entries(
@@ -414,7 +416,8 @@ TABLE = (
             "time/train/data_s",
             "s",
             "down",
-            "Waiting for the next batch: above a tenth of the step, the loader slows training.",
+            "Time spent waiting for the next batch: above a tenth of the step, the loader slows "
+            "training.",
         ),
         ("time/train/shard_s", "s", "down", "Copying the batch from host to device."),
         ("time/train/forward_s", "s", "down", "Forward pass over all micro-batches."),
@@ -425,8 +428,8 @@ TABLE = (
             "Backward pass over all micro-batches, with the gradient reduction.",
         ),
         ("time/train/optimizer_s", "s", "down", "Clipping and update of the weights."),
-        ("time/train/logging_s", "s", "down", "Handing the metrics over."),
-        ("time/train/guard_s", "s", "down", "Looking for anomalies."),
+        ("time/train/logging_s", "s", "down", "Passing the metrics on to files and trackers."),
+        ("time/train/guard_s", "s", "down", "Checking for anomalies."),
         ("time/train/other_s", "s", "down", "step_s minus all other phases: unaccounted time."),
         ("time/train/step_s", "s", "down", "Sum of the phases of this row."),
         ("time/train/update_s", "s", "down", "Forward, backward and optimizer together."),
@@ -438,19 +441,19 @@ TABLE = (
             "time/train/slowest_rank",
             "rank",
             "none",
-            "Rank whose data, copy, logging and guard time of the step before is longest: the "
-            "others wait for it.",
+            "Rank with the longest data, copy, logging and guard time in the previous step: the "
+            "other ranks wait for it.",
         ),
     ),
     *entries(
         "main",
         "checkpoint",
-        ("time/train/checkpoint_s", "s", "down", "How long the last save stopped training."),
+        ("time/train/checkpoint_s", "s", "down", "Time for which the last save stopped training."),
         (
             "time/train/checkpoint_bg_s",
             "s",
             "down",
-            "How long the last save wrote in the background.",
+            "Time for which the last save wrote in the background.",
         ),
         ("ckpt/bytes", "byte", "none", "Size of the last checkpoint."),
         ("ckpt/save_s", "s", "down", "Time from the start of the last save to its commit."),
@@ -481,7 +484,7 @@ TABLE = (
             "checkpoint/failed_in_a_row",
             "count",
             "down",
-            "Saves that failed since the last good one.",
+            "Failed saves since the last successful one.",
         ),
     ),
     *entries(
@@ -521,15 +524,15 @@ TABLE = (
             "system/gpu_util",
             "%",
             "up",
-            "Time in which the GPU computed anything: below 80 % something slows it. Read from "
-            "`nvidia-smi`.",
+            "Share of time in which the GPU was busy, from `nvidia-smi`: below 80 % it is often "
+            "waiting.",
         ),
     ),
     *entries(
         "max",
         "timer",
         ("system/gpu_temp_c", "degC", "down", "Temperature of the hottest GPU."),
-        ("system/gpu_power_w", "W", "none", "Power of the GPU that draws most."),
+        ("system/gpu_power_w", "W", "none", "Power draw of the GPU that draws most."),
     ),
 )
 FOREIGN = (
@@ -539,7 +542,7 @@ FOREIGN = (
         {
             "train/entropy": "Mean entropy of the predicted distribution.",
             "critic/entropy/mean": (
-                "Entropy of the policy: high = it still explores, near 0 = it has collapsed."
+                "Entropy of the policy: high = still exploring, near 0 = collapsed."
             ),
             "kl": "Divergence from the reference policy: 0.01 to 5 is healthy, above 10 is not.",
         },
@@ -554,11 +557,11 @@ FOREIGN = (
             "actor/pg_loss": "Policy gradient loss; near 0 is normal.",
             "actor/weighted_pg_loss": "Policy gradient loss with sample weights.",
             "actor/sample_weights_<statistic>": "Weight in the policy loss.",
-            "critic/value": "Value predicted while sampling, mean.",
-            "critic/vpred": "Value predicted now, mean.",
+            "critic/value": "Mean value predicted while sampling.",
+            "critic/vpred": "Mean value predicted now.",
             "critic/values/<statistic>": "Estimated value of a state.",
             "train/adv_std": "Spread of advantages within their group.",
-            "rewards/<name>/std": "Reward of one function, spread.",
+            "rewards/<name>/std": "Spread of the reward of one function.",
             "<split>/reward_total_std": "Spread of the total reward.",
         },
     ),
@@ -568,7 +571,7 @@ FOREIGN = (
         {
             "actor/total_loss": "The loss that is back-propagated, with all terms.",
             "critic/loss": "Loss of the value model: its distance from the returns.",
-            "critic/error": "Squared difference of value and return, mean.",
+            "critic/error": "Mean squared difference between value and return.",
         },
     ),
     *foreign(
@@ -583,7 +586,7 @@ FOREIGN = (
         "none",
         {
             "actor/negative_sft_loss": (
-                "SFT loss over samples with a negative reward, which are to become less likely."
+                "SFT loss over samples with a negative reward, which training makes less likely."
             ),
         },
     ),
@@ -599,7 +602,7 @@ FOREIGN = (
         "middle",
         {
             "actor/approxkl": "Estimated KL divergence between the policy before and after the update.",
-            "actor/policykl": "KL divergence between the sampling policy and the trained one.",
+            "actor/policykl": "KL divergence between the sampling policy and the trained policy.",
         },
     ),
     *foreign(
@@ -612,7 +615,7 @@ FOREIGN = (
             "actor/ppo_ratio_low_clipfrac": "Share of tokens clipped at the lower end.",
             "critic/clipfrac": "Share of clipped value predictions.",
             "clip_ratio": "Share of clipped tokens: 0.1 to 0.3 is normal.",
-            "clip_ratio/<end>_<statistic>": "Share of clipped tokens at one end or either.",
+            "clip_ratio/<end>_<statistic>": "Share of tokens clipped at either end.",
         },
     ),
     *foreign(
@@ -620,7 +623,7 @@ FOREIGN = (
         "middle",
         {
             "actor/ratio_<statistic>": (
-                "New over old probability of the sampled tokens, 1 = unchanged."
+                "Ratio of new to old probability of the sampled tokens; 1 = unchanged."
             ),
         },
     ),
@@ -628,7 +631,7 @@ FOREIGN = (
         "nat",
         "none",
         {
-            "critic/ref_log_prob/mean": "Log probability under the reference.",
+            "critic/ref_log_prob/mean": "Log probability under the reference policy.",
             "critic/old_log_prob/mean": "Log probability while sampling.",
         },
     ),
@@ -636,9 +639,10 @@ FOREIGN = (
         "1",
         "middle",
         {
-            "critic/advantages/<statistic>": "How much better than expected an action is.",
+            "critic/advantages/<statistic>": "Advantage: how much better than expected an action "
+            "was.",
             "train/adv_<statistic>": "Advantage within its group.",
-            "reward_std": "Spread of rewards: near 0, nothing can be learned.",
+            "reward_std": "Spread of rewards: near 0, there is nothing to learn.",
         },
     ),
     *foreign(
@@ -649,9 +653,9 @@ FOREIGN = (
             "critic/rewards/<statistic>": "Normalised and clipped reward.",
             "critic/returns/<statistic>": "Discounted sum of rewards.",
             "val/score/<statistic>": "Score of a validation episode.",
-            "reward": "Reward of a generated answer, mean: its trend counts, not its sign.",
+            "reward": "Mean reward of a generated answer: its trend matters, not its sign.",
             "reward_mean": "Accuracy minus penalties for latency and budget, mean of the epoch.",
-            "rewards/<name>/mean": "Reward of one function, mean.",
+            "rewards/<name>/mean": "Mean reward of one function.",
             "<split>/reward_total_<statistic>": "Total reward.",
             "<split>/reward_correct_mean": "Weighted share of right answers.",
             "<split>/reward_format_mean": "Weighted reward for the format.",
@@ -668,13 +672,13 @@ FOREIGN = (
                 "Share of answers slower than the budget: below 0.1 late in training."
             ),
             "completions/clipped_ratio": (
-                "Share of answers cut at the longest length: above 0.3 format and reward break."
+                "Share of answers cut at the length limit: above 0.3, format and reward break."
             ),
             "memory/<infix>/end/onload/max_allocated_frac/<device>": (
-                "Peak of allocated memory in one operation / memory of the device."
+                "Peak allocated memory in one operation / device memory."
             ),
             "memory/<infix>/end/onload/max_reserved_frac/<device>": (
-                "Peak of reserved memory in one operation / memory of the device."
+                "Peak reserved memory in one operation / device memory."
             ),
         },
     ),
@@ -683,14 +687,14 @@ FOREIGN = (
         "up",
         {
             "accuracy": "Share of right answers.",
-            "accuracy_mean": "Share of right answers, mean.",
+            "accuracy_mean": "Mean share of right answers.",
         },
     ),
     *foreign(
         "share",
         "none",
         {
-            "accuracy_std": "Share of right answers, spread.",
+            "accuracy_std": "Spread of the share of right answers.",
         },
     ),
     *foreign(
@@ -732,12 +736,12 @@ FOREIGN = (
             "time/train/<operation>_s": "Time of one operation of a training step.",
             "time/eval/<operation>_s": "Time of one operation of a validation.",
             "time/<infix>/total": "Wall time of one operation.",
-            "time/<infix>/execute": "An operation's own work.",
+            "time/<infix>/execute": "Time of an operation's own work.",
             "time/rollout": "Generating answers.",
             "time/ref_log_probs_values_reward": "Reference log probabilities.",
             "time/old_log_probs_values": "Log probabilities while sampling.",
             "time/adv": "Computing advantages.",
-            "weights/sync_s": "Bringing new weights to the generating engine.",
+            "weights/sync_s": "Sending new weights to the generation engine.",
         },
     ),
     *foreign(
@@ -751,7 +755,7 @@ FOREIGN = (
         "byte",
         "none",
         {
-            "weights/bytes": "Size of the weights sent to the engine.",
+            "weights/bytes": "Size of the weights sent to the generation engine.",
         },
     ),
 )

@@ -20,7 +20,7 @@ The other kinds of metrics are "global" (a value of the whole batch or model, eq
 "guard" (computed by the guard, equal on every rank) and "main" (rank 0's value).
 """
 _REDUCER = re.compile("(.+)@(sum|mean|max|min|last|norm|std|p50|p95|p99)")
-"""Matches a key with a suffix that names its reduction, as other trainers write it: `loss@mean`."""
+"""Matches a key with a suffix that names its reduction, as in other trainers: `loss@mean`."""
 PLACEHOLDERS = {
     "<infix>": "[^/]+/[^/]+",
     "<device>": r"\d+",
@@ -39,8 +39,8 @@ GROUPS = {
     "optimisation": "train/|val/|optim/|guard/|actor/|critic/|moe/|clip_ratio|.*(kl|entropy)",
     "memory": "memory|train_memory",
 }
-"""Maps a group of metrics to a pattern for the beginning of their keys. The first group that
-matches counts.
+"""Maps a group of metrics to a pattern for the beginning of their keys. The first matching group is
+used.
 """
 
 
@@ -53,7 +53,7 @@ class Metric:
     unit: str
     """The unit of the values. "1" means a pure number, "share" a number from 0 to 1."""
     better: str
-    """The direction that is better: up, down, middle (a middle range is best) or none."""
+    """The better direction: up, down, middle (a middle range is best) or none."""
     meaning: str
     over_ranks: str = "global"
     """The reduction over ranks: a key of `COMBINED`, "global", "guard" or "main"."""
@@ -62,7 +62,7 @@ class Metric:
     every 10 s) or event.
     """
     of: str = ""
-    """The key of the metric whose values are reduced. If empty, the metric's own values are."""
+    """The key of the metric whose values are reduced; empty for the metric itself."""
     console: str = ""
     """The format of the metric in a console line, with `{}` or `{duration}`."""
     csv: str = ""

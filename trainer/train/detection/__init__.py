@@ -1,4 +1,4 @@
-"""Find abnormal training steps while a run trains, for the guard. Imports no torch."""
+"""Detects abnormal training steps for the guard while a run trains. Imports no torch."""
 
 from trainer.train.detection.detector import Anomaly, Detector, Level, StepLimits
 from trainer.train.detection.rules import require_usable_rules

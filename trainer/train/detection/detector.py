@@ -1,8 +1,8 @@
 """The detector, which compares every training step with the run's recent history.
 
 It finds single steps that stand out, a loss that keeps rising, runs that learn nothing, and steps
-that trigger a user's rule. It never waits for a device or another rank, because the values that
-it sees are equal on all ranks. The guard decides what to do.
+that trigger a user's rule. It never waits for a device or another rank, because all its inputs are
+equal on all ranks. The guard decides what to do.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ GRAD_NORM = "train/grad_norm"
 VALID_TOKENS = "train/total_valid_token_count"
 
 MAX_FIRST_LOSS = 5.0
-"""Nats per token. A pretrained model starts below this loss if the data has the format that it expects."""
+"""Nats per token. A pretrained model starts below this loss on data in its own format."""
 MIN_LOSS_SPREAD = 0.05
 MIN_GRAD_SPREAD = 0.10
 """The smallest scales that a window may have, in nats of the signal's logarithm."""
@@ -50,7 +50,7 @@ MIN_RATIO = 1.25
 NUM_IN_A_ROW = 32
 """Steps for which the rise must last. The same number of steps without it ends the episode."""
 MIN_GRAD_NORM = 1e-6
-"""A smaller gradient norm changes nothing."""
+"""The model learns nothing from a smaller gradient norm."""
 NUM_DEAD_STEPS = 10
 REST_STEPS = 50
 """The shortest pause between two warnings, and the pause after a rule has acted, in steps."""
@@ -62,9 +62,9 @@ class Level(StrEnum):
     WARN = "warn"
     """One step stands out."""
     RULE = "rule"
-    """A user's rule holds."""
+    """The condition of a user's rule is met."""
     SEVERE = "severe"
-    """The update of this step would do harm."""
+    """The update of this step would damage the model."""
     DIVERGING = "diverging"
     """The loss has been rising for a while."""
     DEAD = "dead"
@@ -80,11 +80,11 @@ class Anomaly:
     step: int
     level: Level
     message: str
-    """One sentence for a human."""
+    """One sentence for the user."""
     onset: int
     """The step at which the trouble began."""
     action: str = ""
-    """The action that a user's rule asks for."""
+    """The action that the user's rule requests."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class StepLimits:
         return are_both | (loss > self.loss_alone) | (grad_norm > self.grad_alone)
 
     def lowered_by(self, rules: Iterable[GuardRule]) -> "StepLimits":
-        """Return these limits, lowered to those of rules that skip updates."""
+        """Return these limits, lowered to the limits of rules that skip updates."""
         limits = self
         for rule in rules:
             if rule.action == "skip" and rule.above is not None:
@@ -122,7 +122,7 @@ class _Spikes(Remembered):
         self._loss = RobustWindow(MIN_LOSS_SPREAD)
         self._grad_norm = RobustWindow(MIN_GRAD_SPREAD)
         self._earlier = deque[tuple[int, bool, bool]](maxlen=NUM_WARN_STEPS - 1)
-        """The previous steps: number, is the loss worth a warning, is the gradient high."""
+        """The previous steps: (number, loss deserves a warning, gradient is high)."""
 
     @property
     def is_ready(self) -> bool:
@@ -254,7 +254,7 @@ class _NoLearning(Remembered):
 
 
 class _Warnings(Remembered):
-    """Rations warnings: each warning doubles the pause before the next one.
+    """Limits the number of warnings: each warning doubles the pause before the next one.
 
     If nothing stands out for another full pause after a pause ends, the next pause is `REST_STEPS`
     again.
@@ -275,7 +275,7 @@ class _Warnings(Remembered):
 
 
 class _Rules(Remembered):
-    """Counts the consecutive steps for which each rule holds.
+    """Counts the consecutive steps that meet the condition of each rule.
 
     A rule that a checkpoint lacks starts at zero. Rules that skip updates are not counted, because
     the device carries them out.
@@ -291,7 +291,7 @@ class _Rules(Remembered):
     def observe(self, step: int, values: Mapping[str, float]) -> Iterator[Anomaly]:
         """Yield an anomaly for each rule that acts after `step`.
 
-        A rule does not hold at a step where its metric was not logged.
+        The condition of a rule is not met at a step that did not log its metric.
         """
         for text, rule in self._rules.items():
             value = values.get(rule.metric, nan)
@@ -354,7 +354,7 @@ class Detector(Remembered):
             if not isfinite(values[key]):
                 return Anomaly(step, Level.NONFINITE, f"{key} is {values[key]}", onset=step)
         if values[VALID_TOKENS] == 0:
-            message = "this batch has no label token to learn from: check truncation and labels"
+            message = "this batch has no label token: check truncation and labels"
             return Anomaly(step, Level.WARN, message, onset=step)
         return None
 

@@ -14,7 +14,7 @@ this number of standard deviations of the curve's noise.
 """
 SURE_RISE = 0.10
 SURE_SIGMAS = 8
-"""Limits for a rise that counts as overfitting at once, without a second rise."""
+"""Limits beyond which a single rise counts as overfitting."""
 TRAIN_FALL = 0.01
 """The share by which the training loss must have fallen since the best validation."""
 MIN_DELTA = 0.002
@@ -70,7 +70,9 @@ class ValidationWatch(Remembered):
         self._best_step = -1
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the validations, unless they measured other rows: such losses do not compare."""
+        """Load the validations, unless they measured different rows: such losses are not
+        comparable.
+        """
         if state_dict.get("rows", self._rows) == self._rows:
             super().load_state_dict(state_dict)
 

@@ -1,6 +1,6 @@
 """Robust estimates: the centre and scale of a trailing window, and the noise of a curve.
 
-Outliers cannot spoil them.
+Outliers barely affect them.
 """
 
 import math
@@ -86,14 +86,14 @@ class Usual:
         return math.exp(exponent) if self.is_known else math.inf
 
     def z(self, value: float) -> float:
-        """Return how many scales a finite value lies above the centre; 0 if it is unknown."""
+        """Return the distance of a finite value above the centre, in scales; 0 if it is unknown."""
         return (_log(value) - self.centre) / self.scale if self.is_known else 0.0
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     """Return the quantile of sorted values, by linear interpolation.
 
-    numpy takes ten times as long for so few values.
+    For so few values, numpy takes ten times as long.
     """
     place = share * (len(ordered) - 1)
     lower = int(place)
@@ -148,8 +148,8 @@ class RobustWindow:
     def _measure(self) -> Usual:
         """Measure the window, without its oldest values if they are far above the newest values.
 
-        Such values are the start of a run. If they counted, everything later would look usual.
-        Occasional high batches are not the start of a run, and do count.
+        Such values are the start of a run. If they counted, all later values would look usual.
+        Occasional high batches do count.
         """
         if len(self._values) < MIN_POINTS:
             return Usual()

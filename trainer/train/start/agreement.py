@@ -1,4 +1,5 @@
-"""Require equal inputs on all ranks before the first step, because each rank reads its own copies.
+"""Checks that all ranks have equal inputs before the first step, because each rank reads its own
+copies.
 
 `facts_of` computes digests of the prepared inputs, and `runtime.distributed.start` compares them as
 soon as the ranks are connected. `require_model_unchanged` covers the time until each rank has
@@ -32,7 +33,7 @@ OWN_OF_A_MACHINE = (
     "trainer.resume_from_path",
 )
 """Keys that may differ between ranks: paths, whose contents are compared instead, and keys that do
-not affect the numbers.
+not affect results.
 """
 
 
@@ -82,5 +83,5 @@ def require_model_unchanged(files: ModelFiles) -> None:
         raise ConfigError(
             f"the files of model.partial_pretrain='{files.directory}' changed while this run read "
             f"them: {', '.join(changed)}.\n"
-            f"Fix: run the same command again when nothing writes to that directory"
+            f"Fix: make sure that nothing writes to that directory, then run the same command again"
         )

@@ -38,8 +38,8 @@ IMPLEMENTATIONS: dict[str, Mapping[str, object]] = {
 }
 """Keys whose values are names in a dictionary of implementations."""
 NAME_OR_NUMBER = r"[+-]?\d[\d.]*_[\d._]*|0\d+|\d+(?::\d+)+"
-"""Text that hydra or YAML would read as a number, although a name may be meant: 1_0 as 10, 010 as 8,
-1:30 as 90. It stays text; keys whose values are numbers convert it.
+"""Text that may be a name but that hydra or YAML would read as a number: 1_0 as 10, 010 as 8, 1:30
+as 90. It stays text, and numeric keys convert it.
 """
 HOME_PATH = r"""~/[^\s,\[\]{}'"=]*"""
 """Hydra refuses `~`, and the shell does not replace it after `key=`."""
@@ -62,7 +62,7 @@ SEE_HELP = f"; `{call('train --help')}` shows how to start a run"
 
 
 def with_recipe(words: list[str]) -> list[str]:
-    """Return the overrides, with the default recipe added if they name no recipe.
+    """Return the overrides, plus the default recipe if they name no recipe.
 
     The default recipe is the one that `SFT_EXPERIMENT` names, else `sft.local.yaml` if that file
     exists. Its name is printed on stderr.

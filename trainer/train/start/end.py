@@ -1,4 +1,4 @@
-"""End a run, for whatever reason: close its parts, write its report, and record its end."""
+"""End a run: close its parts, write its report, and record its end."""
 
 import json
 import logging
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 REPORT = "report.html"
 REPORT_TIMEOUT_S = 600.0
 AWAIT_MAIN_S = 20.0
-"""Seconds that ranks wait for the main rank after an error that all ranks raise."""
+"""How long (in seconds) the other ranks wait for the main rank after an error that all ranks raise.
+"""
 
 
 @dataclass
@@ -95,16 +96,16 @@ def _log_end(setup: RunSetup, run: Run) -> None:
         if (setup.run_dir / name).is_dir():
             step = best_step
         else:
-            fix = "in the next run, set trainer.save_freq to the value of trainer.test_freq"
+            fix = "for the next run, set trainer.save_freq to the value of trainer.test_freq"
             if mirror := setup.config.trainer.checkpoint.mirror:
                 fix = f"copy {name} from the mirror {mirror}, if it is there"
-            last = f"so the model below is that of step {step:,}"
+            last = f"so the model below is from step {step:,}"
             text += f"\n  {setup.run_dir} has no {name}, {last}. Fix: {fix}"
     logger.info(labelled("done", text))
     export = setup.run_dir / step_dir_name(step) / HUGGINGFACE
     if not any(export.glob("*.safetensors")):
         command = call(f"checkpoint export {export.parent}")
-        logger.info(labelled("model", f"not exported; {command} exports it"))
+        logger.info(labelled("model", f"not exported; run {command} to export it"))
         return
     logger.info(labelled("model", str(export)))
     served = f"vllm serve {shlex.quote(str(export))}"
@@ -113,7 +114,7 @@ def _log_end(setup: RunSetup, run: Run) -> None:
         served = f"vllm serve {base} --enable-lora --lora-modules {shlex.quote(f'tuned={export}')}"
         if settings["modules_to_save"]:
             command = call(f"checkpoint export {export.parent} TARGET")
-            served = f"vLLM serves only the merged model; {command} makes it"
+            served = f"vLLM can serve only the merged model; run {command} to create it"
     logger.info(labelled("serve", served))
 
 

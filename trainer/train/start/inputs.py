@@ -44,7 +44,7 @@ from trainer.train.start.preflight import (
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[], None]
-"""Called again and again during slow work, so that the rank does not count as hung."""
+"""Called repeatedly during slow work, so that the watchdog does not consider the rank hung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,10 @@ class Inputs(PreparedData):
     config: Config
     design: Design
     model_files: ModelFiles
-    """Files read before all other model data, so the run exports the files that it started with."""
+    """Small model files, read first, so that exports contain the files that the run started with.
+    """
     whole: WholeCheckpoint | None
-    """The tensors of the model's files, if the files contain more than the trained model."""
+    """The tensors in the model's files, if the files contain more than the trained model."""
     data_files: Mapping[str, list[int]]
     """Size and modification time of each data file, recorded before the file is read."""
 
@@ -77,7 +78,7 @@ class Inputs(PreparedData):
         return self.design.source
 
     def schedule_from(self, start: Position) -> Schedule:
-        """Return the order of the rows from a position on. Only some orders need row lengths."""
+        """Return the schedule of rows from a position on. Only some orders need row lengths."""
         data = self.config.data
         seed = self.config.trainer.seed
         lengths = None if data.order == "shuffled" else self.train.row_lengths

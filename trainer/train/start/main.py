@@ -1,7 +1,7 @@
 """Build a run from its configuration: prepare its inputs, start its ranks, decide where training
 starts, and build its parts.
 
-This is the only module that knows which class implements each part.
+Only this module names the class that implements each part.
 """
 
 import hashlib
@@ -99,7 +99,7 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
 def _require_possible(config: Config, device: torch.device) -> None:
     """Raise `ConfigError` for settings that cannot work on this device or number of ranks.
 
-    This happens before anything slow starts.
+    Call this before anything slow.
     """
     model = config.model
     num_ranks = rank_and_size()[1]
@@ -303,7 +303,7 @@ def _resume(parts: Run, found: CheckpointInfo, setup: RunSetup) -> None:
         return
     if (last_step := parts.tracking.past.last_step) < step:
         logger.warning(
-            "metrics.jsonl ends at step %d, but the checkpoint was saved at step %d, so histories and "
+            "metrics.jsonl ends at step %d, but the checkpoint is from step %d: trackers and "
             "report lack the rows in between",
             last_step,
             step,

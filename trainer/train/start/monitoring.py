@@ -52,7 +52,7 @@ def environment(world: World) -> dict[str, str]:
 
 
 def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | None) -> Meter:
-    """Return the meter of the steps, with the facts about the data that its rows repeat."""
+    """Return the meter of the run. `data_facts` appear in each of its rows."""
     trainer = setup.config.trainer
     inputs = setup.inputs
     world = setup.world
@@ -73,7 +73,7 @@ def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | Non
 
 
 def make_guard(setup: RunSetup, tracking: Tracking | None) -> Guard:
-    """Return the guard. It knows the rollbacks that the run has already made.
+    """Return the guard, with the rollbacks that the run has already made.
 
     It accepts a high first loss if the model starts from random weights.
     """

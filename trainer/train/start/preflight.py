@@ -55,7 +55,7 @@ def require_usable(config: Config) -> None:
 
 
 def find_candidates(config: Config) -> Selection:
-    """Return the checkpoints that the run could continue from.
+    """Return the checkpoints from which the run could resume.
 
     Raises `ConfigError`, `CannotWriteError`.
     """
@@ -66,11 +66,11 @@ def find_candidates(config: Config) -> Selection:
 
 
 def _require_writable(run_dir: Path) -> None:
-    """Raise `CannotWriteError` if `run_dir` could not be written. Creates nothing."""
+    """Raise `CannotWriteError` if `run_dir` is not writable. Creates nothing."""
     nearest = existing_parent(run_dir)
     if os.access(nearest, os.W_OK | os.X_OK):
         return
-    reason = f"user {os.geteuid()} cannot write in '{nearest}'"
+    reason = f"user {os.geteuid()} cannot write to '{nearest}'"
     raise cannot_use(run_dir, OSError(reason))
 
 

@@ -1,5 +1,5 @@
-"""The entry point of the script `fsdp-sft`. It is outside of `trainer`, so that it can name another
-package of that name that Python finds first.
+"""The entry point of the script `fsdp-sft`. It is outside `trainer`, so that it can report a
+different package called `trainer` that Python finds first.
 """
 
 import sys

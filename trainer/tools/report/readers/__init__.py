@@ -17,7 +17,8 @@ from trainer.tools.report.run_log import RunLog, UnreadableLogError
 from trainer.tracking import metrics_file, run_info
 
 FIX = (
-    "Fix: give a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_state.json, "
+    "Fix: pass a run directory or one of its files: metrics.jsonl, logging.jsonl, "
+    "trainer_state.json, "
     "training_history.csv, a CSV with a step column, TensorBoard event files, JSON lines with a "
     "step, or the captured console of verl, ROLL, torchtune, torchtitan, NeMo, Megatron or slime"
 )
@@ -31,7 +32,7 @@ READERS: dict[str, Callable[[Path, Store], None]] = {
 }
 """File patterns in a run directory -> their reader, best log first."""
 MAX_TRIED = 40
-"""After this many files without metrics, a directory is not taken for a run directory."""
+"""After this many files without metrics, a directory does not count as a run directory."""
 PARTS_OF_RUNS = re.compile(r"checkpoint-\d+|tensorboard")
 """Matches directories inside a run directory that hold logs."""
 
@@ -51,8 +52,8 @@ def read_run(path: Path) -> RunLog:
             continue
         if log.series:
             return log
-        causes.append(f"{file.name} holds no metrics ({log.num_unparsed} lines unreadable)")
-    cause = "; ".join(causes) or "it holds no log"
+        causes.append(f"{file.name} contains no metrics ({log.num_unparsed} lines unreadable)")
+    cause = "; ".join(causes) or "it contains no log"
     raise UnreadableLogError(f"cannot read {path} as a training log: {cause}. {FIX}")
 
 

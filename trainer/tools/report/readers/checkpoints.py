@@ -1,4 +1,6 @@
-"""Finds the checkpoints in a run directory. The names and sizes of files show damage in ours."""
+"""Finds the checkpoints in a run directory. For this trainer's checkpoints, file names and sizes
+reveal damage.
+"""
 
 import os
 import re
@@ -17,7 +19,7 @@ _FOREIGN = re.compile(r"checkpoint-\d+")
 def find_checkpoints(run_dir: Path) -> tuple[CheckpointState, ...]:
     """Return every `global_step_N` and `checkpoint-N` directory, sorted by step.
 
-    Directories that are deleted meanwhile, or that cannot be read, are left out.
+    Directories that disappear in the meantime or cannot be read are left out.
     """
     found = []
     with suppress(OSError):

@@ -22,12 +22,12 @@ METRIC = re.compile(
 )
 """A name and its value, which may be printed as `np.float64(0.5)`."""
 MIN_METRICS = 2
-"""A line with fewer numbers is no line of metrics, except in verl's form."""
+"""A line with fewer numbers is not a line of metrics, except in verl's format."""
 FAILED_SAVE = re.compile(
     r"(?=.*(save|saving|upload|write))(?=.*(checkpoint|ckpt)).*(failed|failure|error:|errno)",
     re.IGNORECASE,
 )
-"""Matches a line that says that a checkpoint was not saved."""
+"""Matches a line that reports a failed save."""
 FAILED_SAVES = "checkpoint/failed_in_a_row"
 VERL = re.compile(r"(?:^|[\s\r])step:\d+ - ")
 ROLL = re.compile(r"metrics_tag: (\{.*)")
@@ -68,7 +68,7 @@ def _step_row(line: str) -> tuple[str, dict[str, str]] | None:
     if match is None:
         return None
     row = dict(METRIC.findall(match[2]))
-    step = row.pop("global_step", match[1])  # iterations of NeMo are those of an epoch
+    step = row.pop("global_step", match[1])  # NeMo restarts the iterations in each epoch
     num_metrics = sum(as_number(value) is not None for value in row.values())
     is_row = num_metrics >= MIN_METRICS or VERL.search(line) is not None
     return (step, row) if is_row else None

@@ -42,7 +42,9 @@ def _read_table(path: Path, store: Store) -> None:
         x_axis = step_key(header)
         if header and x_axis is None:
             shown = ", ".join(header)[:200]
-            raise UnreadableLogError(f"{path} has no column step or epoch, only {shown}: add one")
+            raise UnreadableLogError(
+                f"{path} has no column 'step' or 'epoch', only {shown}: add one"
+            )
         names = [key if key in STEP_KEYS else prefix + key for key in header]
         # Parse line by line: a stray quote in a damaged line must not swallow the next lines.
         for line in iter(lambda: file.readline(MAX_LINE_LENGTH), ""):
@@ -51,7 +53,7 @@ def _read_table(path: Path, store: Store) -> None:
             if cells:
                 store.add(row.get(x_axis or ""), {k: row[k] for k in row if not k.endswith(RANGES)})
     if x_axis == "epoch":
-        store.facts["notes"] = ("one row per epoch: steps are epochs here",)
+        store.facts["notes"] = ("one row per epoch, so steps are epochs",)
 
 
 def _cells(line: str, delimiter: str) -> list[str]:

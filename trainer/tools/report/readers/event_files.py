@@ -13,7 +13,7 @@ def read_event_files(path: Path, store: Store) -> None:
     """Read all event files in the directory of `path`, oldest first.
 
     The names of event files begin with their creation time. The start of a session discards earlier
-    points at its step and later ones.
+    points at its step and later steps.
     """
     try:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader

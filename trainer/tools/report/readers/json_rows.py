@@ -12,7 +12,7 @@ from trainer.tracking import metrics_file
 NOTES = (
     "the loss is the mean over a logging interval; grad_norm and learning rate belong to its last step",
     "transformers replaces a NaN or infinite loss by the mean of the interval unless "
-    "logging_nan_inf_filter is off: a loss of 0 or a grad_norm of NaN are the only traces",
+    "logging_nan_inf_filter is off: a loss of 0 or a grad_norm of NaN is the only trace",
 )
 """Notes on logs of transformers and of ms-swift, which uses the transformers trainer."""
 SUMMARY_KEYS = {"log_history", "best_model_checkpoint", "train_runtime"}

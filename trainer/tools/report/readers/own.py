@@ -53,10 +53,11 @@ def add_run_directory(run_dir: Path, store: Store) -> None:
 
 
 def _currency(run_dir: Path) -> Callable[[Mapping[str, Any]], bool]:
-    """Return a function that tells whether the result in a row belongs to this run's checkpoints.
+    """Return a function that returns True if the result in a row belongs to this run's checkpoints.
 
-    A result belongs to a discarded checkpoint if a rollback recorded its nonce, or if the checkpoint
-    of its step now has a different one. Rotation discards no results. Results without a nonce count.
+    A result belongs to a discarded checkpoint if a rollback recorded its nonce, or if the
+    checkpoint of its step now has a different one. Rotation does not discard results. Results
+    without a nonce count.
     """
     saved = {info.step: info.nonce for info in layout.committed(run_dir)}
     discarded: frozenset[str] = frozenset()

@@ -83,7 +83,7 @@ def canonical(name: str) -> tuple[str, float]:
 
 
 def guessed(name: str) -> str | None:
-    """Guess our key for a metric that is in no table from the words of its name; None if they do
+    """Guess our key for a metric that is in no table, from the words in its name; None if they do
     not identify it.
     """
     text = re.sub(r"(?<=[a-z])(?=[A-Z][A-Za-z])", "_", name).lower()
