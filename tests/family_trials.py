@@ -133,7 +133,8 @@ def first_step(world, path: Path, export_dir: Path) -> dict[str, Any]:
         try:
             model = build(world, source, max_length=MAX_LENGTH)
         except ConfigError as error:
-            return {"how": REFUSED, "reason": str(error).replace(str(path), "MODEL")}
+            first_line, *_ = str(error).splitlines()
+            return {"how": REFUSED, "reason": first_line.replace(str(path), "MODEL")}
     said = next(line for line in lines if "documents are packed" in line or "one by one" in line)
     plain_loss, plain_grads = plain_step(path)
     norm = get_total_norm(plain_grads.values())

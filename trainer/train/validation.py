@@ -82,7 +82,7 @@ class Validation:
         (Cochran, Sampling Techniques, section 6.3, for a large population).
         """
         num_loss_tokens, num_tokens, num_samples, num_batches = map(int, self._counts)
-        loss_sum, squares, products, square_counts, num_hits, *by_source = self._totals.tolist()
+        loss_sum, squares, products, square_counts, num_hits, *by_source = map(float, self._totals)
         mean = loss_sum / num_loss_tokens
         residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
         # an overflow becomes NaN: the square root of infinity is not a standard error
