@@ -58,6 +58,8 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
     "trainer.default_local_dir=old\ttrainer.resume_mode=resume_path\t"
     "trainer.resume_from_path=old/global_step_3": (2, "each restart of the command would go back"),
     "trainer.default_local_dir=other": (2, "'theirs'"),
+    "trainer.default_local_dir=unmounted": (73, "it links to '/no/disk', which does not exist"),
+    "experiment=~no-one/a.yaml": (2, "experiment=~no-one/a.yaml: there is no such file"),
     "trainer.resume_mode=disable\ttrainer.default_local_dir=old": (2, "up to step 3"),
     "data.train_files=rows.jsonl\tmodel.partial_pretrain=whole": (99, ""),
     "model.partial_pretrain=no-weights\tmodel.random_weights=true": (99, ""),
@@ -71,6 +73,7 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path,
     (tmp_path / "blank.jinja").write_text(" \n")
     (tmp_path / "old" / "global_step_3").mkdir(parents=True)
     (tmp_path / "other").mkdir()
+    (tmp_path / "unmounted").symlink_to("/no/disk")
     (tmp_path / "other" / "run.json").write_text(
         '{"project_name": "p", "experiment_name": "theirs"}'
     )

@@ -164,7 +164,7 @@ def find_recipe(name: str) -> Path | None:
     if name in ("", "null"):
         return None
     if name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         if path.is_file():
             return path
         raise ConfigError(

@@ -68,9 +68,12 @@ def find_candidates(config: Config) -> Selection:
 def _require_writable(run_dir: Path) -> None:
     """Raise `CannotWriteError` if `run_dir` is not writable. Creates nothing."""
     nearest = existing_parent(run_dir)
-    if os.access(nearest, os.W_OK | os.X_OK):
+    if run_dir.is_symlink() and not run_dir.exists():  # such as a disk that is not mounted
+        reason = f"it links to '{run_dir.readlink()}', which does not exist"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        reason = f"user {os.geteuid()} cannot write to '{nearest}'"
+    else:
         return
-    reason = f"user {os.geteuid()} cannot write to '{nearest}'"
     raise cannot_use(run_dir, OSError(reason))
 
 
