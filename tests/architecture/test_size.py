@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 181_400, "tests": 242_400}
+MAX_TOKENS = {"trainer": 181_500, "tests": 242_400}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,
