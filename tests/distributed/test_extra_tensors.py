@@ -58,7 +58,7 @@ def test_every_tensor_is_in_the_export(tmp_path, name):
     ours = tensors_in(tmp_path / "export")
     assert ours.keys() == theirs.keys()
     assert ours.keys() - set(differing(ours, theirs)) == set(EXTRA[name])
-    (line,) = [line for line in lines if "carry them unchanged" in line]
+    (line,) = [line for line in lines if "contain them unchanged" in line]
     assert f"{len(EXTRA[name])} tensors" in line and min(EXTRA[name]) in line
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not report.pop("unexpected_keys") - set(EXTRA[name])
@@ -76,4 +76,6 @@ def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(
     change_tensors(tmp_path / "model.safetensors", repeat)
     with heard() as lines:
         assert whole_checkpoint(ModelSource(str(tmp_path))) is None
-    assert [line for line in lines if "lm_head.weight" in line and "exports hold it once" in line]
+    assert [
+        line for line in lines if "lm_head.weight" in line and "so exports contain it once" in line
+    ]

@@ -173,7 +173,7 @@ def test_an_export_that_was_written_wrong_is_found_by_its_loss(trained, tmp_path
     rewrite_manifest(checkpoint, fit)
     found = proven(checkpoint)
     assert abs(found.served_loss - found.val_loss) > found.tolerance
-    assert found.causes == ["weights: 1 tensors are not the trained ones: model.norm.weight"]
+    assert found.causes == ["weights: 1 tensors differ from the trained tensors: model.norm.weight"]
     assert found.first_difference
 
 

@@ -116,7 +116,7 @@ def test_ranks_with_the_same_samples_train_what_one_trains(tmp_path):
             {"attention": "per_document"},
             "cannot be split over ranks: model.attention=per_document",
         ),
-        (2, "gptj", {}, "GPTJAttention would have to see all tokens of a document"),
+        (2, "bloom", {}, "BloomAttention would have to see all tokens of a document"),
         (2, "mamba", {}, "MambaMixer would have to see all tokens of a document"),
         (2, "llama4_text", {}, "Llama4TextAttention would have to see all tokens of a document"),
     ],

@@ -282,30 +282,29 @@ def run_rank(job: Job, rank: int) -> None:
     if begun.is_complete:
         job.is_complete = True
         return
-    nothing = None
-    saver = SmallSaver(
-        schedule.run_dir,
-        model=nothing,
-        world=world,
-        config=config.checkpoint,
-        source=nothing,
-        keep=schedule.keep,
-        fingerprints=FINGERPRINTS,
-        lock=begun.lock,
-    )
-    checkpoints = manager.CheckpointManager(
-        saver, state=PARTS, tell=lambda step, *_: None, save_every_s=schedule.save_every_s
-    )
-    try:
+    with ExitStack() as ending:
+        if begun.lock is not None:
+            ending.callback(begun.lock.release)
+        nothing = None
+        saver = SmallSaver(
+            schedule.run_dir,
+            model=nothing,
+            world=world,
+            config=config.checkpoint,
+            source=nothing,
+            keep=schedule.keep,
+            fingerprints=FINGERPRINTS,
+            lock=begun.lock,
+        )
+        checkpoints = manager.CheckpointManager(
+            saver, state=PARTS, tell=lambda step, *_: None, save_every_s=schedule.save_every_s
+        )
+        ending.callback(checkpoints.close)
         is_finished = train(job, world, checkpoints, begun)
         if world.is_main and is_finished:
             schedule.hub.pause("finished")
             path = schedule.run_dir / layout.step_dir_name(TOTAL)
             finished.write(path, finished.Finished(ended_early=False, message="done"))
-    finally:
-        checkpoints.close()
-        if begun.lock is not None:
-            begun.lock.release()
 
 
 def train(

@@ -174,7 +174,7 @@ def test_the_end_says_that_the_best_steps_checkpoint_is_gone(base, owing, run_di
     shutil.rmtree(run_dir / "global_step_2")
     output = train(run_dir, 2, *base, *EARLY, *words, before=learn_nothing)
     assert "at step 2" in output and f"model       {run_dir}/global_step_4/huggingface" in output
-    assert f"{run_dir} has no global_step_2, so the model below is that of step 4. Fix: " in output
+    assert f"{run_dir} has no global_step_2, so the model below is from step 4. Fix: " in output
     assert fix in output
 
 

@@ -211,17 +211,17 @@ FUSED = "fused Mamba kernels"
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("qwen2", targets("qproj"), "names no layer of this model.*did you mean 'q_proj'"),
+        ("qwen2", targets("qproj"), "matches no layer of this model.*did you mean 'q_proj'"),
         ("qwen2", {"target_modules": "q_proj"}, r"whole names.*model\.target_modules=\[q_proj\]"),
         ("qwen2", {"target_modules": "("}, "not a regular expression"),
         ("qwen2", targets("norm"), "'model.norm' cannot be adapted: it is not a linear layer"),
         ("qwen2", targets("lm_head"), HEAD),
         ("qwen2", targets("embed_tokens"), HEAD),
-        ("qwen3_moe", targets("gate_proj"), "names no layer.*\n.*experts.gate_up_proj"),
+        ("qwen3_moe", targets("gate_proj"), "matches no layer.*\n.*experts.gate_up_proj"),
         ("mamba2", targets("in_proj", "out_proj"), FUSED),
         ("mamba2", targets("conv1d"), FUSED),
         ("deepseek_v4", targets("o_a_proj"), "not one matrix product"),
-        ("qwen3_moe", targets("experts.down_proj"), "adapts only experts"),
+        ("qwen3_moe", targets("experts.down_proj"), "selects only experts"),
         (
             "qwen3_moe",
             targets("o_proj", "experts.down_proj", lora_dropout=0.1),
@@ -229,7 +229,7 @@ FUSED = "fused Mamba kernels"
         ),
         ("qwen2", {"modules_to_save": ["norm"]}, r"'norm' is neither(.|\n)*embed_tokens, lm_head"),
         ("qwen2", {"lora_rank": 0, "freeze": ["layers.7"]}, "matches 'layers.7'"),
-        ("qwen2", {"lora_rank": 0, "freeze": ["."]}, "nothing is left to train"),
+        ("qwen2", {"lora_rank": 0, "freeze": ["."]}, "freezes every parameter"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(family, name, changes, message):

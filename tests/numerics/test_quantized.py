@@ -147,7 +147,7 @@ def widen_grid(files: Files) -> None:
     ("change", "reason"),
     [
         (drop_scales, "its scales are missing"),
-        (widen_grid, "no block of rows and columns"),
+        (widen_grid, "no block size fits both"),
     ],
 )
 def test_codes_whose_scales_do_not_fit_are_refused(tmp_path, change, reason):

@@ -205,7 +205,7 @@ def other_values(projected: torch.Tensor, *_, outproj_weight: torch.Tensor, **__
 KERNELS = [causal_conv1d_fn, chunk_gated_delta_rule]
 BAMBA = ("bamba", family_settings("bamba"))
 FAILS = "kernels of Qwen3_5GatedDeltaNet fail the self-check"
-REPLACED = "transformers' own code takes their place"
+REPLACED = "transformers' slower code replaces them"
 UNUSED: dict[str, tuple[Any, list[Any], str]] = {
     "leaks": (HYBRID, [leaking_conv, chunk_gated_delta_rule], FAILS),
     "refuses bounds": (HYBRID, [causal_conv1d_fn, refusing], FAILS),

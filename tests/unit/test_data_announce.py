@@ -74,5 +74,5 @@ def test_the_start_says_if_rows_of_tokens_have_no_end_token(tmp_path, caplog):
     digest = vocabulary_digest(tokenizer)
     row = {"input_ids": [5, 6], "loss_mask": [0, 1], "vocabulary_digest": digest}
     rows = run_rows(tmp_path, row, keys=CHATS)
-    lines = announced(Samples([rows.whole("rows")]), None, tokenizer, caplog)
-    assert any(line.endswith("supervised text ends with no end token") for line in lines)
+    lines = announced(caplog, Samples([rows.whole("rows")]))
+    assert "supervised text ends with no end token\n" in lines

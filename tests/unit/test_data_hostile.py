@@ -129,7 +129,7 @@ def test_every_bad_line_is_listed_with_its_reason(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + b"\n".join(LINES))
     message = refusal(path)
-    assert f"{len(LINES)} of {len(LINES) + 1} rows cannot be trained on (1 can)" in message
+    assert f"{len(LINES)} of {len(LINES) + 1} rows cannot be used for training (1 can)" in message
     assert "data.truncation" in message
     found = listed(tmp_path)
     assert [row["line"] for row in found] == list(range(2, len(LINES) + 2))
@@ -160,8 +160,11 @@ def test_without_a_good_row_in_the_first_block_the_rest_is_not_read(tmp_path):
     good.write_bytes(MANY)
     lines = refusal(bad, good).splitlines()
     kinds = "250 unrecognised columns; reading stopped there"
-    assert lines[0] == f"250 of 250 rows cannot be trained on (0 can): {kinds}"
+    assert lines[0] == f"250 of 250 rows cannot be used for training (0 can): {kinds}"
     assert lines[2].startswith(f"  {bad}:2: unrecognised columns")
     assert len(lines) == 12 and lines[-1].startswith("Fix: ")
     message = refusal(good, bad)
-    assert "600 of 650 rows cannot be trained on" in message and "data.on_bad_row=skip" in message
+    assert (
+        "600 of 650 rows cannot be used for training" in message
+        and "data.on_bad_row=skip" in message
+    )

@@ -72,7 +72,7 @@ def test_an_external_result_outranks_the_validation_loss():
     evaluations = {"eval/mine": {step: {"mean": mean} for step, mean in means.items()}}
     result = analyse(replace(overfitting_example(), evaluations=evaluations)).generalisation
     assert result.recommended_step == 1500, "1700 has no checkpoint"
-    assert "outranks" in result.reason
+    assert "takes precedence" in result.reason
 
 
 def with_events(log: RunLog, *messages: str) -> RunLog:
