@@ -29,7 +29,7 @@ from sweeps import some
 from trainer.checkpoint import fsio, layout, rollback
 from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.storage import StorageError
-from trainer.errors import CannotWriteError
+from trainer.errors import CannotWriteError, ResumableError
 from trainer.runtime.evaluations import read_summaries
 from trainer.tools.mirror.contents import RUN_FILES
 
@@ -83,6 +83,29 @@ def has_all_results(path: Path) -> bool:
         and read_summaries(path).keys() == {"eval/acc"}
         and (path / "proofs" / "step_6.json").exists()
     )
+
+
+def test_a_download_that_ends_early_is_read_again(run_dir, tmp_path):
+    storage = mirrored(run_dir, 2, 4)
+    for at in range(1, 30):
+        storage.faults = {storage.count + at: "cut"}
+        with suppress(ResumableError):
+            new = tmp_path / str(at)
+            assert restored(new, storage) == new / "global_step_4"
+            assert (new / "metrics.jsonl").exists()
+
+
+def test_what_a_rollback_discarded_stays_until_its_target_is_up(run_dir, tmp_path):
+    storage = mirrored(run_dir, 4, 6, 8)
+    own = uploader(run_dir, storage)
+    own.sync()
+    roll_back(run_dir, 4)
+    storage.faults = {storage.count + 6: "refused"}
+    with pytest.raises(StorageError):
+        own.sync()
+    assert restored(tmp_path / "new", storage)
+    own.sync()
+    assert steps_in(storage) == [4]
 
 
 @pytest.mark.parametrize("kind", ["", "killed within", "killed after", "cut"])
