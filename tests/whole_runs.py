@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -76,7 +76,8 @@ class Attempt:
         self.was_signalled |= number != signal.SIGKILL
         for rank in ranks or range(len(self.ranks)):
             if self.ranks[rank].is_alive():
-                os.kill(self.ranks[rank].pid, number)  # type: ignore[arg-type]
+                with suppress(ProcessLookupError):  # it ended just now
+                    os.kill(self.ranks[rank].pid, number)  # type: ignore[arg-type]
 
     @property
     def can_be_signalled(self) -> bool:
