@@ -83,15 +83,23 @@ class Storage:
         self._replacement = file_system
 
     @cached_property
-    def _fs(self) -> AbstractFileSystem:
-        """The file system; also sets `_root`, the path of the URL in it. Opened by the first
-        operation: ftp, sftp and hdfs connect here, and later operations must be able to try again.
+    def _opened(self) -> tuple[AbstractFileSystem, str]:
+        """The file system, and the path of the URL in it. The first operation opens them, because
+        ftp, sftp and hdfs connect here, and a later operation must be able to try again.
         """
         options = {"skip_instance_cache": True, "use_listings_cache": False}
         if self.url.startswith(("file://", "local://")):
             options["auto_mkdir"] = True
-        found, self._root = fsspec.url_to_fs(self.url, **options)
-        return self._replacement or found
+        found, root = fsspec.url_to_fs(self.url, **options)
+        return self._replacement or found, root
+
+    @property
+    def _fs(self) -> AbstractFileSystem:
+        return self._opened[0]
+
+    @property
+    def _root(self) -> str:
+        return self._opened[1]
 
     def is_at(self, path: Path) -> bool:
         """Return True if the files are in the directory `path` of this machine."""

@@ -45,6 +45,7 @@ def resolve_files(spec: str | list[str]) -> list[Path]:
 def _resolve_one(entry: str) -> list[Path]:
     if entry.startswith("hf://"):
         return dataset_files(entry)
+    # Path.exists raises an error for a name that is too long
     paths = [Path(entry)] if os.path.exists(entry) else []
     if not paths and glob.has_magic(entry):
         paths = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]

@@ -70,6 +70,17 @@ def unpackable_reason(config: PretrainedConfig, *, max_length: int) -> str | Non
     return None
 
 
+def num_known_tokens(model: PreTrainedModel) -> int:
+    """Return the number of tokens that the model can both read and write.
+
+    The output head has fewer rows than the embeddings if the checkpoint omits tokens that the model
+    never writes.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    return min(len(embeddings.weight), head.out_features)
+
+
 def length_limit(model: PreTrainedModel) -> int | None:
     """Return the maximum length of a document, in tokens; None unless the model has a table of
     positions.

@@ -22,7 +22,7 @@ from trainer.data.batch import PackedBatch
 from trainer.model import state_mixers
 from trainer.model.experts import compute_without_exchange, experts_of
 from trainer.model.losses import Formula
-from trainer.model.packed_lm import run_plain, sequence_group
+from trainer.model.packed_lm import num_known_tokens, run_plain, sequence_group
 from trainer.model.weights import local
 
 LENGTHS = (13, 8)
@@ -70,8 +70,7 @@ def compare(
     """
     model.eval()
     generator = torch.Generator().manual_seed(0)
-    head: Any = model.get_output_embeddings()
-    vocabulary = min(model.config.vocab_size, head.out_features)
+    vocabulary = num_known_tokens(model)
     *documents, other = (
         torch.randint(0, vocabulary, (n,), generator=generator) for n in (*lengths, lengths[0])
     )

@@ -164,6 +164,7 @@ def find_recipe(name: str) -> Path | None:
     if name in ("", "null"):
         return None
     if name.endswith((".yaml", ".yml")):
+        # Path.expanduser raises an error for an unknown user
         path = Path(os.path.expanduser(name))
         if path.is_file():
             return path

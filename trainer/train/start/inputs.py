@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -118,10 +117,8 @@ def _require_room(inputs: Inputs, dataset: TokenDataset, progress: Progress) -> 
     """Raise `DataError` for a token without an embedding or output, or a sample that is longer than
     the table of positions.
     """
-    model: Any = inputs.design.model
-    num_embeddings = len(model.get_input_embeddings().weight)
-    # the head has fewer rows if the checkpoint omits tokens that the model never writes
-    num_known = min(num_embeddings, model.get_output_embeddings().out_features)
+    model = inputs.design.model
+    num_known = packed_lm.num_known_tokens(model)
     if (found := dataset.first_beyond(num_known, progress)) is not None:
         index, token_id = found
         token = inputs.tokenizer.convert_ids_to_tokens(token_id)
