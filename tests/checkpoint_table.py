@@ -51,7 +51,7 @@ class Replica:
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole(self):
         return self.family in WRAPPERS
 
 

@@ -6,7 +6,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -62,33 +61,33 @@ FAST = frozenset(
 """Files with the marker `fast`: no long campaigns, and only a few files with ranks."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption(
         "--full", action="store_true", help="run every point of the long sweeps, not a fixed sample"
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if config.getoption("--full"):
         os.environ[sweeps.FULL] = "1"
 
 
-def pytest_report_header() -> str:
+def pytest_report_header():
     sample = f"a sample drawn by seed {sweeps.SEED} (all: --full)"
     return f"long sweeps: {'all' if sweeps.is_full() else sample}"
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """Import no other file if only the fast tests run."""
     is_other = collection_path.suffix == ".py" and _name(collection_path) not in FAST
     return True if config.option.markexpr == "fast" and is_other else None
 
 
-def _name(path: Path) -> str:
+def _name(path):
     return path.relative_to(Path(__file__).parent).as_posix()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     import torch
 
     for item in items:
@@ -102,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left_running() -> Iterator[None]:
+def nothing_is_left_running():
     """Check that every process of the tests ends soon after the last test. Name and end the
     remaining ones.
     """
@@ -118,7 +117,7 @@ def nothing_is_left_running() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def wandb_is_left_to_nobody() -> Iterator[None]:
+def wandb_is_left_to_nobody():
     """The service, and its copy of the environment, would otherwise persist into the next file of
     the process.
     """
@@ -128,7 +127,7 @@ def wandb_is_left_to_nobody() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_rank_is_left() -> Iterator[None]:
+def no_rank_is_left():
     """A process group of one rank, which commands make in this process, changes the environment."""
     yield
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -136,12 +135,12 @@ def no_rank_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def repository() -> Path:
+def repository():
     return REPOSITORY
 
 
 @pytest.fixture
-def memory_dir(tmp_path) -> Iterator[Path]:
+def memory_dir(tmp_path):
     """A new directory in memory where there is one; nothing here depends on the kind of disk."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(

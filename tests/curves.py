@@ -22,7 +22,7 @@ class Curve:
     loss: Values
     grad_norm: Values
 
-    def values(self, step: int) -> dict[str, float]:
+    def values(self, step):
         """Return the values as a trainer passes them on."""
         return {
             "train/loss": float(self.loss[step]),

@@ -54,7 +54,7 @@ def write_samples(path: Path) -> None:
     """24 conversations of 6 to 40 tokens."""
     drawn = random.Random(0)
 
-    def words() -> str:
+    def words():
         return " ".join(
             f"w{drawn.randrange(VOCAB - len(SPECIAL))}" for _ in range(drawn.randrange(1, 18))
         )

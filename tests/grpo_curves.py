@@ -27,7 +27,7 @@ def controller_histories(seed: int) -> tuple[NDArray[np.float64], NDArray[np.flo
     swing = rng.uniform(0.1, 0.8)
     noise = rng.uniform(0.5, 2.0)
 
-    def table(spread: float) -> NDArray[np.float64]:
+    def table(spread):
         jitter = spread * noise * rng.normal(0, 1, (5, num_epochs))
         columns = (
             epochs,

@@ -61,7 +61,7 @@ def trial(family: Family, seed: int, faults: Mapping[str, Fault] = FAULTS) -> Ou
     events = watch(curve, end=FAULT_STEP, detector=detector)
     state = detector.state_dict()
     events += watch(curve, first=FAULT_STEP, detector=detector)
-    delays: dict[str, dict[Level, int]] = {}
+    delays = {}
     for name, fault in faults.items():
         detector = Detector()
         detector.load_state_dict(state)

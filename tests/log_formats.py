@@ -60,7 +60,7 @@ def rows_of(curves: Curves, names: Mapping[str, str]) -> Iterator[tuple[int, Row
     """Yield (step, metrics) in order of steps. A validation is a separate row after the training
     row.
     """
-    table: dict[tuple[int, bool], Row] = {}
+    table = {}
     for key, series in curves.items():
         name = names.get(key, key)
         factor = 1e3 if name == SCALED["train/lr"] else 1.0
@@ -77,7 +77,7 @@ def write_lines(path: Path, rows: Iterable[Row | str]) -> Path:
 
 
 def write_own(directory: Path, curves: Curves) -> Path:
-    def line(step: int, metrics: Row) -> Row:
+    def line(step, metrics):
         kind = "val" if "val/loss" in metrics else "train"
         nonfinite = {key: str(value) for key, value in metrics.items() if not math.isfinite(value)}
         row = {"step": step, "attempt": 1, "kind": kind, "ts": 1.7e9 + step, **metrics}
@@ -89,7 +89,7 @@ def write_own(directory: Path, curves: Curves) -> Path:
 def write_swift(directory: Path, curves: Curves) -> Path:
     total = max(series.ends[1] for series in curves.values())
 
-    def line(step: int, metrics: Row) -> Row:
+    def line(step, metrics):
         hours, minutes, seconds = str(timedelta(seconds=step * STEP_S)).split(":")
         return metrics | {
             "global_step/max_steps": f"{step}/{total}",
@@ -116,7 +116,7 @@ def write_verl(directory: Path, curves: Curves) -> Path:
 
 
 def write_verl_console(directory: Path, curves: Curves) -> Path:
-    def line(step: int, metrics: Row) -> str:
+    def line(step, metrics):
         pairs = " - ".join(f"{key}:{value!r}" for key, value in metrics.items())
         return f"(main_task pid=12) step:{step} - {pairs}\nINFO something else - a:b"
 

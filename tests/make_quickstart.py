@@ -61,7 +61,7 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
         "pad_token": PAD_TOKEN,
         "additional_special_tokens": [START_TOKEN],
     }
-    config: dict[str, Any] = {
+    config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special_tokens,
         "bos_token": None,

@@ -10,7 +10,7 @@ class Page(HTMLParser):
     closed in order.
     """
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
         self.words = ""
         self.tags = list[tuple[str, dict[str, str | None]]]()
@@ -18,14 +18,14 @@ class Page(HTMLParser):
         self.feed(html.replace("<wbr>", ""))
         assert self._open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
         if tag not in VOID:
             self._open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert tag in VOID or self._open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if "style" not in self._open:
             self.words += f"{data} "

@@ -227,7 +227,7 @@ def validated(model, definition: Definition) -> dict[str, float]:
 class PlainOptimizer:
     """torch's AdamW and, for `muon`, its definition for the matrices of layers."""
 
-    def __init__(self, model: nn.Module, named: dict[str, nn.Parameter], kind: str) -> None:
+    def __init__(self, model, named, kind):
         self.parameters = list(named.values())
         decayed = {p for name, p in named.items() if is_decayed(name, p)}
         of_muon = decayed - ends(model) if kind == "muon" else set()
@@ -241,7 +241,7 @@ class PlainOptimizer:
         self.momenta = {p: torch.zeros_like(p) for p in self.parameters if p in of_muon}
 
     @torch.no_grad()
-    def step(self, lr: float, *, scale: float) -> None:
+    def step(self, lr, *, scale):
         for parameter in self.parameters:
             parameter.grad *= scale
         for group in self.adamw.param_groups if self.adamw else ():

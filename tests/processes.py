@@ -18,7 +18,7 @@ class TookTooLongError(BaseException):
 def time_limit(what: str, limit_s: float) -> Iterator[None]:
     """Raise `TookTooLongError` in code that takes longer than `limit_s`."""
 
-    def give_up(number: int, frame: object) -> None:
+    def give_up(number, frame):
         raise TookTooLongError(f"{what} takes longer than {limit_s} s")
 
     before = signal.signal(signal.SIGALRM, give_up)

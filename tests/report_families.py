@@ -34,12 +34,10 @@ class Curves:
     columns: Columns
     evals: NDArray[np.int64]
 
-    def at(self, role: str) -> NDArray[np.int64]:
+    def at(self, role):
         return self.evals if role.startswith("val_") else self.steps
 
-    def scale(
-        self, role: str, factors: Floats | float, at: int = 0, stop: int | None = None
-    ) -> None:
+    def scale(self, role, factors, at=0, stop=None):
         """Multiply a metric from the point `at` to the one before `stop`, if it is logged."""
         if role in self.columns:
             self.columns[role][at:stop] *= factors
@@ -60,7 +58,7 @@ class Family:
     """The relative noise of the loss, drawn by the seed."""
     config: Mapping[str, Any] | None = None
 
-    def healthy(self, rng: Generator, *, least_points: int = 300) -> Curves:
+    def healthy(self, rng, *, least_points=300):
         if self.kind == "controller":
             return _controller(rng)
         num_points = int(rng.integers(least_points, 1500))
@@ -70,7 +68,7 @@ class Family:
         columns = SHAPED[self.kind](rng, steps, evals, self)
         return Curves(steps, {role: columns[role] for role in self.keys}, evals)
 
-    def save(self, directory: Path, curves: Curves) -> Path:
+    def save(self, directory, curves):
         """The log to read."""
         directory.mkdir(parents=True)
         series = {

@@ -55,7 +55,7 @@ def column(log: RunLog, key: str) -> NDArray[np.float64]:
 def put(key: str, where: slice | int | list[int], values: Any) -> Change:
     """Replace some points of a metric."""
 
-    def change(log: RunLog) -> RunLog:
+    def change(log):
         new = column(log, key)
         new[where] = values
         return changed(log, **{key: new})
@@ -79,7 +79,7 @@ def but(**fields: Any) -> Change:
 
 
 def both(*changes: Change) -> Change:
-    def change(log: RunLog) -> RunLog:
+    def change(log):
         for one in changes:
             log = one(log)
         return log
@@ -90,7 +90,7 @@ def both(*changes: Change) -> Change:
 def validated(losses: Any) -> Change:
     """Replace the validation losses."""
 
-    def change(log: RunLog) -> RunLog:
+    def change(log):
         steps = log.series["val/loss"].steps
         return replace(log, series={**log.series, "val/loss": Series(steps, losses)})
 

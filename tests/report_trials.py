@@ -40,7 +40,7 @@ class Fault:
     least_points: int = 300
 
     @property
-    def needs(self) -> list[str]:
+    def needs(self):
         return self.roles.split()
 
 

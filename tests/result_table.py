@@ -36,23 +36,23 @@ class ResultTable:
     """Names that are measured together."""
 
     @property
-    def file(self) -> Path:
+    def file(self):
         return REPOSITORY / "benchmarks" / "results" / self.results
 
-    def read(self) -> dict[str, Any]:
+    def read(self):
         if not self.file.exists():
             return {self.key: {}}
-        results: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8"))
+        results = json.loads(self.file.read_text(encoding="utf-8"))
         return results
 
-    def page(self, results: dict[str, Any], old: str) -> str:
+    def page(self, results, old):
         """Return docs/models.md with the table of these results between its markers."""
         begin, end = (f"<!-- {edge} of {self.command} -->" for edge in ("begin", "end"))
         before, _, rest = old.partition(begin)
         table = "\n".join(self.lines(results))
         return f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
 
-    def main(self, argv: list[str]) -> int:
+    def main(self, argv):
         """Measure the names of the arguments, or those without an entry; return 1 for a fault."""
         parser = argparse.ArgumentParser(prog=f"python {self.command}", allow_abbrev=False)
         parser.add_argument("names", nargs="*", choices=[[], *self.names], metavar="NAME")

@@ -41,26 +41,26 @@ class OneSource:
     num_loss_tokens: np.ndarray
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self):
         return (Share(len(self.lengths)),)
 
     @property
-    def record(self) -> list[dict[str, Any]]:
+    def record(self):
         return []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.lengths)
 
-    def source_of(self, ids) -> np.ndarray:
+    def source_of(self, ids):
         return np.zeros(len(ids), dtype=np.int64)
 
-    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+    def of_rows(self, rows):
         return rows
 
-    def require_unchanged(self) -> None:
+    def require_unchanged(self):
         """These samples have no file."""
 
-    def counts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def counts(self, ids):
         return self.lengths[ids], self.num_loss_tokens[ids]
 
 
@@ -69,9 +69,7 @@ class ToySamples(OneSource):
     per conversation.
     """
 
-    def __init__(
-        self, num_samples: int = 24, seed: int = 0, *, shares: tuple[Share, ...] = ()
-    ) -> None:
+    def __init__(self, num_samples=24, seed=0, *, shares=()):
         """Make samples of one source, or of sources with these `shares`."""
         generator = np.random.default_rng(seed)
         self._samples = []
@@ -87,13 +85,13 @@ class ToySamples(OneSource):
         self._ends = np.cumsum([share.num_rows for share in self._shares])
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self):
         return self._shares
 
-    def source_of(self, ids) -> np.ndarray:
+    def source_of(self, ids):
         return np.searchsorted(self._ends, ids, side="right")
 
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def sample(self, index):
         return self._samples[index]
 
 
@@ -189,21 +187,21 @@ def update(
 class Recorder:
     """A tracker that keeps the rows of training and validation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.rows = []
         self.samples = {}
 
-    def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
+    def log(self, data, step, kind=None):
         if kind is None:
             self.rows.append((step, dict(data)))
 
-    def log_rows(self, step: int, losses, location) -> None:
+    def log_rows(self, step, losses, location):
         self.samples[step] = losses
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step):
         pass
 
-    def column(self, key: str) -> list[float]:
+    def column(self, key):
         return [data[key] for _, data in self.rows if key in data]
 
 

@@ -82,12 +82,12 @@ class Result:
 class StopsAfter(StopRequest):
     """Requests a stop in the step with this number. Each step checks once."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps):
         super().__init__()
         self._num_left = num_steps
 
     @property
-    def is_set(self) -> bool:
+    def is_set(self):
         self._num_left -= 1
         return self._num_left <= 0
 
@@ -264,19 +264,19 @@ class Tracer(Recorder):
     state.
     """
 
-    def __init__(self, path: Path, parts: Run) -> None:
+    def __init__(self, path, parts):
         super().__init__()
         self._parts = parts
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def log(self, data: dict[str, float], step: int, kind: str | None = None) -> None:
+    def log(self, data, step, kind=None):
         super().log(data, step, kind)
         if "train/loss" not in data:
             return
         line = {"step": step, "state": self._digest()} | {key: data[key] for key in TRACED}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
-    def _digest(self) -> str:
+    def _digest(self):
         digest = hashlib.sha256()
         for parameter in self._parts.model.parameters():
             for tensor in (parameter, *self._parts.optimizer.state[parameter].values()):

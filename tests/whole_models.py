@@ -68,7 +68,7 @@ def write_whole_model(
     """
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(WRAPPERS.get(model_type, {}) | changes))
-    model: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in {
             id(t): t for t in model.state_dict().values() if t.is_floating_point()

@@ -69,7 +69,7 @@ class Attempt:
     failed_at: float | None = None
     codes: dict[int, int] = field(default_factory=dict)
 
-    def send(self, number: int, *ranks: int) -> None:
+    def send(self, number, *ranks):
         """Signal some ranks, or all of them like the launcher's stop request. SIGKILL is not
         announced to anyone.
         """
@@ -80,11 +80,11 @@ class Attempt:
                     os.kill(self.ranks[rank].pid, number)  # type: ignore[arg-type]
 
     @property
-    def can_be_signalled(self) -> bool:
+    def can_be_signalled(self):
         """Return True if every rank has registered. The launcher sends signals only after that."""
         return len(self.status.beats()) == len(self.ranks)
 
-    def is_over(self) -> bool:
+    def is_over(self):
         """Return True if all ranks are gone. Does the agent's work in the meantime."""
         alive = [process for process in self.ranks if process.is_alive()]
         now = time.monotonic()
@@ -97,7 +97,7 @@ class Attempt:
                 process.kill()
         return not alive
 
-    def wait(self, timeout_s: float) -> int | None:
+    def wait(self, timeout_s):
         """Return the exit code of the run; None if it does not end in time."""
         deadline = time.monotonic() + timeout_s
         while not self.is_over():
@@ -109,7 +109,7 @@ class Attempt:
             self.status.exit_code(), agent_code=agent_code, was_signalled=self.was_signalled
         )
 
-    def stacks(self) -> str:
+    def stacks(self):
         """Return the stacks of all living ranks, as the watchdog requests them."""
         for process in self.ranks:
             if process.is_alive():
@@ -121,7 +121,7 @@ class Attempt:
         )
 
     @property
-    def output(self) -> str:
+    def output(self):
         return self.log.read_text(errors="replace")
 
 
@@ -233,7 +233,7 @@ def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
     steps are completed.
     """
 
-    def stop(run, at: int) -> None:
+    def stop(run, at):
         if at == step:
             if number == signal.SIGKILL:
                 run.checkpoints.finish()

@@ -70,14 +70,14 @@ ALLOWED_LOADS = {
 }
 
 
-def python_files() -> dict[str, str]:
+def python_files():
     """The trainer's source texts by path, relative to the repository."""
     paths = sorted((REPOSITORY / "trainer").rglob("*.py"))
     return {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8") for path in paths}
 
 
 @pytest.fixture(scope="module")
-def sources() -> rules.Sources:
+def sources():
     return {rules.module_name(path): text for path, text in python_files().items()}
 
 

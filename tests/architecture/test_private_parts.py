@@ -66,7 +66,7 @@ PRIVATE = {
 MOST = 40
 
 
-def uses() -> set[str]:
+def uses():
     """Return private modules and names of libraries that the code imports or uses."""
     paths = (REPOSITORY / "trainer").rglob("*.py")
     nodes = [node for path in paths for node in ast.walk(tree_of(path.read_text("utf-8")))]

@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 181_500, "tests": 242_400}
+MAX_TOKENS = {"trainer": 181_500, "tests": 234_600}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -20,13 +20,13 @@ FREE = {
 }
 
 
-def num_tokens(source: str) -> int:
+def num_tokens(source):
     free = free_lines(source)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(token.type not in FREE and token.start[0] not in free for token in tokens)
 
 
-def free_lines(source: str) -> set[int]:
+def free_lines(source):
     """Lines of docstrings, of text that stands alone, and of imports."""
     lines = set()
     for node in ast.walk(ast.parse(source)):

@@ -4,22 +4,16 @@ error.
 
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from faults.save_points import Survey
 from ranks import run_ranks
 from toy_runs import Recipe, run
 from toy_runs import source as source  # a fixture
 
 from trainer.checkpoint import fsio, layout, manager
-from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.shards import read_torch
 from trainer.optim.clip import local_square_sum
-from trainer.runtime.distributed import World
 from trainer.tools.verify import equality
 from trainer.tools.verify.equality import Comparison
 
@@ -28,7 +22,7 @@ FAILED = "checkpoint/failed_in_a_row"
 GIVEN_UP_S = 20.0
 
 
-def checkpoint_differences(one: Path, other: Path) -> list[str]:
+def checkpoint_differences(one, other):
     """Return the differences in the listed files except durations: values, and shards bit for bit.
 
     Pickles of equal tensors may differ in their shared objects.
@@ -46,16 +40,16 @@ def checkpoint_differences(one: Path, other: Path) -> list[str]:
     return [difference for difference in found.differences if "productive_s" not in difference]
 
 
-def writers() -> list[threading.Thread]:
+def writers():
     return [thread for thread in threading.enumerate() if thread.name == WRITER]
 
 
-def before_shards(act: Callable[[], object]) -> Callable[[Operation], None]:
+def before_shards(act):
     """Return an observer that acts in the thread of a background save, before its snapshot is
     written.
     """
 
-    def observer(operation: Operation) -> None:
+    def observer(operation):
         is_writing = threading.current_thread().name == WRITER
         if is_writing and operation.path.name == "shards.begin":
             act()
@@ -66,22 +60,22 @@ def before_shards(act: Callable[[], object]) -> Callable[[Operation], None]:
 class Steps:
     """Replaces `local_square_sum`: counts the steps, and acts in each step before the ranks reduce."""
 
-    def __init__(self, act: Callable[[int], None] = lambda step: None) -> None:
+    def __init__(self, act=lambda step: None):
         self.num_begun = 0
         self._act = act
 
-    def __call__(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    def __call__(self, parameters):
         self.num_begun += 1
         self._act(self.num_begun)
         return local_square_sum(parameters)
 
 
-def train_ahead_of_the_writer(world: World, run_dir: Path, source) -> list[int]:
+def train_ahead_of_the_writer(world, run_dir, source):
     """Write no snapshot before training has changed the state twice. Return the steps begun then."""
     steps = Steps()
     begun = []
 
-    def wait() -> None:
+    def wait():
         save_step = steps.num_begun
         until = time.monotonic() + GIVEN_UP_S
         while steps.num_begun < save_step // 2 * 2 + 2:
@@ -108,14 +102,14 @@ def test_it_holds_the_state_of_its_step_while_training_changes_it(source, tmp_pa
         assert part in found, "steps 2 and 4 must not pass for equal"
 
 
-def train_failing(world: World, run_dir: Path, source) -> tuple[list[int], list[Any]]:
+def train_failing(world, run_dir, source):
     """Let the first two saves fail on rank 1. Return the steps of all tries, and the counted
     failures by step.
     """
     tries = []
     steps = Steps(lambda step: [writer.join(GIVEN_UP_S) for writer in writers()])
 
-    def observer(operation: Operation) -> None:
+    def observer(operation):
         if operation.path.name == "open.begin":
             tries.append(steps.num_begun)
         is_write = operation.kind == "write" and operation.path.name == layout.optim_file(2, 1)

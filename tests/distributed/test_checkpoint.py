@@ -3,7 +3,6 @@ the right directory.
 """
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -80,7 +79,7 @@ def test_a_changed_schedule_is_named(caplog):
     assert "peak_lr: 1e-05 -> 2e-05, total_steps: 12 -> 20" in caplog.text
 
 
-def save_poisoned(world, source, run_dir: Path, where: str) -> str:
+def save_poisoned(world, source, run_dir, where):
     run_dir.mkdir(exist_ok=True)
     model = build_toy_model(world, source)
     parts = toy_run(world, model, ToySamples(), total_steps=6)
@@ -125,7 +124,7 @@ def test_an_accepted_batch_size_goes_on_in_the_same_order(straight, source, tmp_
     assert (manifest.epoch, manifest.samples_consumed) == (1, 8), "16 + 4 x 4 of 24 samples"
 
 
-def run_with_trouble(world, run_dir: Path, source, recipe: Recipe):
+def run_with_trouble(world, run_dir, source, recipe):
     rule = GuardRule(metric="progress/step", above=recipe.total_steps - 0.5, action="rollback")
     return run(world, run_dir, source, recipe, guard=Guard(guard_config(rules=[rule])))
 

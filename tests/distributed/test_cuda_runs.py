@@ -4,7 +4,6 @@
 """
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,7 +74,7 @@ NUM_RANKS = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     """A Qwen3 with heads of 128, two query heads for each key head, and 32,000 tokens."""
     path = tmp_path_factory.mktemp("qwen3") / "model"
     save_model(
@@ -91,21 +90,19 @@ def model(tmp_path_factory) -> Path:
     return path
 
 
-def run(root: Path, name: str, model: Path, *words: str) -> list[dict[str, float]]:
+def run(root, name, model, *words):
     """Train on one rank, and return the rows of the steps."""
     train(root / name, 1, *words_of_run(root, model), *words, timeout_s=300)
     return read_metrics(root / name / "metrics.jsonl")
 
 
-def largest_difference(
-    left: list[dict[str, float]], right: list[dict[str, float]], key: str
-) -> float:
+def largest_difference(left, right, key):
     """Return the relative difference over the first steps."""
     ours, theirs = ([row[key] for row in rows[:NUM_COMPARED]] for rows in (left, right))
     return relative(ours, theirs)
 
 
-def assert_equal_in_float32(root: Path, model: Path, *words: str) -> None:
+def assert_equal_in_float32(root, model, *words):
     on_card = run(root, "on_card", model, *ON_CARD, IN_FLOAT32, *words)
     on_cpu = run(root, "on_cpu", model, *ON_CPU, *words)
     assert largest_difference(on_card, on_cpu, "train/loss") < 1e-5

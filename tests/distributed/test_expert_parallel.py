@@ -1,6 +1,5 @@
 """Ranks that hold whole experts train, save and export the same as ranks that gather all experts."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from trainer.model import selfcheck
 from trainer.model.experts import experts_of
 from trainer.model.losses import LOSSES
 from trainer.model.pretrained import ModelSource
-from trainer.runtime.distributed import World
 
 RECIPE = Recipe(total_steps=4)
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
@@ -41,7 +39,7 @@ def source(tmp_path_factory):
     return write_model_config(tmp_path_factory.mktemp("model"), "qwen3_moe", **EXPERTS)
 
 
-def checked(world: World, root: Path) -> dict[str, tuple[float, ...]]:
+def checked(world, root):
     """Return the differences from transformers' own forward and backward pass, by family."""
     found = {}
     for family in FAMILIES:
@@ -60,7 +58,7 @@ def test_loss_and_gradient_are_those_of_transformers(tmp_path):
     assert {family: max(errors) for family, errors in found.items() if max(errors) > 1e-5} == {}
 
 
-def trained(world: World, source, **changes) -> tuple[list[float], list[float], dict[str, Any]]:
+def trained(world, source, **changes):
     """(losses, norms, whole parameters at the end) of three steps."""
     run = short_run(world, source, total_steps=3, **changes)
     rows = run.tracking
@@ -102,7 +100,7 @@ def test_a_checkpoint_does_not_depend_on_the_size(source, tmp_path, first, then)
         assert found.losses[step] == pytest.approx(numbers, rel=1e-5)
 
 
-def refuses_five_experts(world: World, source) -> None:
+def refuses_five_experts(world, source):
     with pytest.raises(ConfigError, match="5 experts cannot be divided evenly"):
         build_toy_model(world, source)
 

@@ -2,8 +2,6 @@
 Exports include them.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from exports import export_changed, tensors_in
@@ -32,7 +30,7 @@ qwen3_5.
 """
 
 
-def add_tensors(model: Path, names: tuple[str, ...]) -> None:
+def add_tensors(model, names):
     """Random ones, half of them in bfloat16."""
     generator = torch.Generator().manual_seed(1)
     added = {name: torch.randn(VOCAB, 4, generator=generator) for name in names}
@@ -40,7 +38,7 @@ def add_tensors(model: Path, names: tuple[str, ...]) -> None:
     change_tensors(model / "model.safetensors", lambda tensors: tensors.update(added))
 
 
-def export(world, root: Path) -> list[str]:
+def export(world, root):
     """Export the model after a change of every parameter; return what is logged. Collective."""
     source = ModelSource(str(root / "model"))
     with heard() as lines:
@@ -70,7 +68,7 @@ def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(
 ):
     save_model(tmp_path, "qwen2", tie_word_embeddings=True)
 
-    def repeat(tensors: dict[str, torch.Tensor]) -> None:
+    def repeat(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     change_tensors(tmp_path / "model.safetensors", repeat)

@@ -16,7 +16,7 @@ from trainer.runtime.heartbeat import Heartbeat
 from trainer.train.fit import fit, validate
 
 
-def seeds_in_steps(world, source) -> list[int]:
+def seeds_in_steps(world, source):
     """Seed of the generator in the first forward pass of each of two steps."""
     model = build_toy_model(world, source)
     seeds = []
@@ -36,7 +36,7 @@ def test_each_rank_draws_its_own_random_numbers_in_each_step(source):
     assert len({seed for seeds in found for seed in seeds}) == 4
 
 
-def beats_of_a_step(world, source) -> tuple[int, int]:
+def beats_of_a_step(world, source):
     run = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=1, max_samples=1)
     run.heartbeat = Mock(spec=Heartbeat)
     fit(run)
@@ -49,7 +49,7 @@ def test_the_watchdog_hears_of_every_micro_batch(source):
     assert num_beats >= num_micro_batches == 8
 
 
-def validation_losses(world, source) -> list[float]:
+def validation_losses(world, source):
     samples = ToySamples()
     batches = ValidationBatches(samples, RankPlan(0, 1, Limits(None, None), 0.0), batch_size=8)
     run = toy_run(
@@ -70,7 +70,7 @@ def test_a_validation_draws_no_dropout(tmp_path):
     assert len(found) == 4 and len(set(found)) == 1
 
 
-def exit_code(world, source, stop_in_step: int) -> int:
+def exit_code(world, source, stop_in_step):
     run = toy_run(
         world,
         build_toy_model(world, source),

@@ -7,12 +7,11 @@ from ranks import run_ranks
 
 from trainer.config import ConfigError
 from trainer.runtime import distributed
-from trainer.runtime.distributed import World
 
 TIMEOUT_S = 60  # as `ranks` starts them
 
 
-def limits_s(world: World) -> list[float]:
+def limits_s(world):
     groups = world.mesh.get_all_groups()
     limits = [
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups
@@ -26,11 +25,11 @@ def test_every_group_of_the_mesh_has_the_configured_limit(fsdp_size, num_groups,
     assert run_ranks(limits_s, 2, fsdp_size=fsdp_size) == [[*expected, num_replicas]] * 2
 
 
-def refused(world: World, *cards: list[str]) -> list[str]:
+def refused(world, *cards):
     return [outcome(world, of_ranks[world.rank]) for of_ranks in cards]
 
 
-def outcome(world: World, card: str) -> str:
+def outcome(world, card):
     try:
         distributed._require_all(world.device, world.size, card=card, facts={})
     except (ConfigError, RuntimeError) as error:
@@ -38,7 +37,7 @@ def outcome(world: World, card: str) -> str:
     return "met"
 
 
-def through_nothing(world: World) -> str:
+def through_nothing(world):
     dist.all_reduce = lambda tensor: None
     return outcome(world, f"GPU-{world.rank}")
 

@@ -7,7 +7,6 @@ The kernel enforces the bound: it refuses memory beyond it (RLIMIT_DATA).
 import ctypes
 import resource
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -35,14 +34,14 @@ NOISE_BYTES = 3 << 20
 M_MMAP_THRESHOLD = -3
 
 
-def bounded(extra_bytes: int) -> None:
+def bounded(extra_bytes):
     """Limit the additional private memory of this process from here on."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     limit = int(status["VmData"].split()[0]) * 1024 + extra_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def load_and_export(world, path: Path, target: Path) -> dict[str, Any]:
+def load_and_export(world, path, target):
     """{tensor: whole} of one layer, loaded and exported within the shard and one layer."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)  # what is freed is given back
     source = ModelSource(str(path))

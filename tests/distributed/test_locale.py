@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from whole_runs import curve, tiny_model, train
@@ -21,7 +20,7 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def locales(tmp_path_factory) -> Path:
+def locales(tmp_path_factory):
     """A directory with a Latin-1 locale, for LOCPATH."""
     path = tmp_path_factory.mktemp("locales")
     if shutil.which("localedef") is None:

@@ -7,7 +7,6 @@ everywhere.
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,19 +44,19 @@ FREEZE = (
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("lora")
 
 
 @pytest.fixture(scope="module")
-def words(root: Path) -> tuple[str, ...]:
+def words(root):
     made = tiny_model(root)
     write_weights(root / "model")
     return (*(word for word in made if "random_weights" not in word), *RECIPE)
 
 
 @pytest.fixture(scope="module")
-def straight(words: tuple[str, ...], root: Path) -> dict[str, Path]:
+def straight(words, root):
     """{case: run directory}."""
     train(root / "lora 1", 1, *words, *LORA, MERGED)
     train(root / "lora 2", 2, *words, *LORA)
@@ -103,7 +102,7 @@ def test_a_frozen_parameter_stays_and_is_saved_without_moments(straight, root):
 ADAPTER = "adapter_model.safetensors"
 
 
-def change_norm(tensors: dict[str, torch.Tensor]) -> None:
+def change_norm(tensors):
     tensors["model.norm.weight"][0] += 1e-3
 
 
@@ -154,7 +153,7 @@ def test_another_scaling_in_the_initial_adapter_is_refused(words, straight, tmp_
     assert re.search("adapter_scaling: lora_alpha=16, .* -> lora_alpha=64, .*<- refused", output)
 
 
-def trained(root: Path, model: Path, *words: str) -> Path:
+def trained(root, model, *words):
     """The export at the end of a run with adapters of rank 4. `test_meetings.py` covers resumes and
     runs that start from an adapter.
     """
@@ -162,7 +161,7 @@ def trained(root: Path, model: Path, *words: str) -> Path:
     return root / "run" / "global_step_6" / "huggingface"
 
 
-def assert_merged_as_by_peft(model: Path, adapter: Path, merged: Path) -> set[str]:
+def assert_merged_as_by_peft(model, adapter, merged):
     """The export has the tensors of the base model's files, with the values of peft's own merge.
     Return the names of those that changed.
     """
@@ -181,7 +180,7 @@ def assert_merged_as_by_peft(model: Path, adapter: Path, merged: Path) -> set[st
     return changed
 
 
-def export_merged(world, model: Path, target: Path, layers: str | list[str]) -> None:
+def export_merged(world, model, target, layers):
     source = ModelSource(str(model))
     lora = {"lora_rank": 3, "use_rslora": True, "target_modules": layers}
     built = build_toy_model(

@@ -1,7 +1,5 @@
 """Which ranks share parameters, and which take equal samples."""
 
-from typing import Any
-
 import pytest
 import torch
 from ranks import run_ranks
@@ -12,7 +10,7 @@ from trainer.runtime.distributed import World, require_divisor
 NAMES = ("data_rank", "sequence_rank", "num_data_ranks", "num_shards", "num_replicas")
 
 
-def described(world: World) -> dict[str, Any]:
+def described(world):
     group = world.sequence_group
     return {
         "group": group and (group.rank(), group.size()),

@@ -9,10 +9,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import pytest
 from family_runs import prepare, save_tokenizer, words_of_run, write_samples
@@ -33,7 +31,7 @@ FOUR_STEPS = "trainer.total_training_steps=4"
 CODE = "modeling_own.py"
 
 
-def words_of(root: Path, kind: str) -> tuple[str, ...]:
+def words_of(root, kind):
     return (
         *words_of_run(root, root / "model"),
         FOUR_STEPS,
@@ -41,7 +39,7 @@ def words_of(root: Path, kind: str) -> tuple[str, ...]:
     )
 
 
-def write_model(root: Path, kind: str) -> None:
+def write_model(root, kind):
     if kind == "several parts":
         write_whole_model(root / "model", "gemma3")
         save_tokenizer(root / "model")
@@ -52,11 +50,11 @@ def write_model(root: Path, kind: str) -> None:
     (root / "model" / CODE).write_text("# taken along, never run\n")
 
 
-def remove(model: Path) -> None:
+def remove(model):
     shutil.rmtree(model)
 
 
-def replace_small_files(model: Path) -> None:
+def replace_small_files(model):
     """Replace the files like a download of another revision: new files, renamed over the old ones."""
     config = json.loads((model / "config.json").read_text())
     config["rope_theta"] = 7.0
@@ -72,7 +70,7 @@ def replace_small_files(model: Path) -> None:
     (model / "tokenizer.json").unlink()
 
 
-def overwrite_weights(model: Path) -> None:
+def overwrite_weights(model):
     """Overwrite the file in place. A process that has the file open or mapped sees the change."""
     for file in model.glob("*.safetensors"):
         size = file.stat().st_size
@@ -80,7 +78,7 @@ def overwrite_weights(model: Path) -> None:
             opened.write(os.urandom(size))
 
 
-def truncate_weights(model: Path) -> None:
+def truncate_weights(model):
     """A mapped page past the end of its file kills the process that reads it."""
     for file in model.glob("*.safetensors"):
         os.truncate(file, 16)
@@ -105,17 +103,17 @@ SHORT = [
 CASES = short_or_full(SHORT, full=list(product(KINDS, CHANGES, (1, 3))))
 
 
-def disturb_in(step: int, change: Callable[[Path], None], model: Path) -> None:
+def disturb_in(step, change, model):
     """Runs in every rank. The first rank makes the change just before the step."""
 
-    def disturb(run, at: int) -> None:
+    def disturb(run, at):
         if at == step and run.world.is_main:
             change(model)
 
     before_steps(disturb)
 
 
-def exports_of(run_dir: Path) -> dict[str, bytes]:
+def exports_of(run_dir):
     found = [path for path in run_dir.glob("global_step_*/huggingface/**/*") if path.is_file()]
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in found}
 
@@ -123,7 +121,7 @@ def exports_of(run_dir: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def undisturbed(
     tmp_path_factory,
-) -> dict[str, tuple[Path, dict[str, bytes]]]:
+):
     """{kind: (directory of its model and samples, exports of an undisturbed run)}"""
     found = {}
     for kind in KINDS:
@@ -149,7 +147,7 @@ def test_exports_are_those_of_an_undisturbed_run(undisturbed, tmp_path, kind, ch
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
-def change_while_starting(change: Callable[[Path], None], model: Path) -> None:
+def change_while_starting(change, model):
     """Runs in every rank. The first rank makes the change once the weights are loaded."""
     from trainer.train.start import main
 

@@ -4,7 +4,6 @@ template.
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ TEMPLATE = (
 )
 
 
-def pretrained(target: Path, *, is_tied: bool, **changes) -> Path:
+def pretrained(target, *, is_tied, **changes):
     """The quickstart's tokenizer with weights of one small layer, rows far from zero on average."""
     shutil.copytree(MODEL_DIR, target)
     shrink(target, hidden_size=32, intermediate_size=48, tie_word_embeddings=is_tied, **changes)
@@ -40,7 +39,7 @@ def pretrained(target: Path, *, is_tied: bool, **changes) -> Path:
     return target
 
 
-def loaded(world, path: str, ids: dict[str, int]) -> dict[str, torch.Tensor]:
+def loaded(world, path, ids):
     source = ModelSource(path, new_tokens=ids)
     model = build_toy_model(world, source)
     return {name: whole(p) for name, p in model.named_parameters(remove_duplicate=False)}

@@ -10,13 +10,12 @@ from ranks import run_ranks
 from toy import ToySamples, build_toy_model, differing, full_parameters, toy_run
 from toy_runs import source as source  # a fixture
 
-from trainer.data.batch import LossOutput
 from trainer.errors import EXIT_DIVERGED, EXIT_DONE
 from trainer.train import fit
-from trainer.train.step import StepResult, training_step
+from trainer.train.step import training_step
 
 
-def train_poisoned(world, source, bad_steps: set[int], poison: str, total_steps: int = 6):
+def train_poisoned(world, source, bad_steps, poison, total_steps=6):
     """Rank 1 meets a poisoned micro-batch in `bad_steps`; (exit code, rows, parameters after
     each step).
     """
@@ -26,7 +25,7 @@ def train_poisoned(world, source, bad_steps: set[int], poison: str, total_steps:
     plain = model.forward
     step = 0
 
-    def forward(batch) -> LossOutput:
+    def forward(batch):
         output = plain(batch)
         loss = output.loss_sum
         if world.rank == 1 and step in bad_steps:
@@ -40,7 +39,7 @@ def train_poisoned(world, source, bad_steps: set[int], poison: str, total_steps:
 
     model.forward = forward
 
-    def recorded(run, batch) -> StepResult:
+    def recorded(run, batch):
         nonlocal step
         step = batch.step
         result = training_step(run, batch)

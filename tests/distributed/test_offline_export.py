@@ -56,19 +56,19 @@ def trained(source, tmp_path_factory):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture
-def checkpoint(trained, tmp_path) -> Path:  # type: ignore[no-untyped-def]
+def checkpoint(trained, tmp_path):  # type: ignore[no-untyped-def]
     """A copy that a test may break, of two ranks."""
     return Path(
         shutil.copytree(trained["plain"][0] / "global_step_2", tmp_path / "run" / "global_step_2")
     )
 
 
-def exported(checkpoint: Path, target: Path, dtype: str = "float32") -> Tensors:
+def exported(checkpoint, target, dtype="float32"):
     export_from_shards(checkpoint, target, dtype=dtype)
     return tensors_in(target)
 
 
-def contents(directory: Path) -> dict[str, bytes]:
+def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
@@ -84,7 +84,7 @@ def test_an_export_afterwards_is_the_export_of_the_save_to_the_byte(trained, tmp
     assert not differing(tensors, result.parameters)
 
 
-def save_once(world, run_dir: Path, source, largest: float | None) -> Tensors:
+def save_once(world, run_dir, source, largest):
     """A checkpoint of step 0 without training, with one parameter set to `largest`; all
     parameters, whole.
     """
@@ -124,7 +124,7 @@ def test_damage_to_what_an_export_does_not_read_is_no_obstacle(trained, tmp_path
 
 
 def test_a_run_that_rotates_the_checkpoint_away_meanwhile(trained, checkpoint, tmp_path):
-    def rotate(operation: fsio.Operation) -> None:
+    def rotate(operation):
         if operation.path.name == "model.safetensors" and operation.kind == "create":
             shutil.rmtree(checkpoint)
 
@@ -150,7 +150,7 @@ def test_a_target_that_cannot_be_taken_is_refused(checkpoint, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(checkpoint, tmp_path):
-    def fill(operation: fsio.Operation) -> None:
+    def fill(operation):
         if operation.kind == "write" and operation.path.name == "model.safetensors":
             raise OSError(28, "No space left on device", str(operation.path))
 

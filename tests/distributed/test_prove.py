@@ -8,10 +8,8 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from test_lora import LORA
 from test_lora import root as root
 from test_lora import words as words
@@ -21,7 +19,7 @@ from whole_runs import train
 
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import ConfigError
-from trainer.tools.evaluate.prove import Certificate, prove_serving
+from trainer.tools.evaluate.prove import prove_serving
 from trainer.tools.report.readers import read_run
 
 STEP = "global_step_4"
@@ -31,7 +29,7 @@ LAYER = "model.layers.0.self_attn"
 
 
 @pytest.fixture(scope="module")
-def trained(words: tuple[str, ...], root: Path) -> dict[str, Path]:
+def trained(words, root):
     """{case: run directory}: full training exported in bfloat16, adapters in float32.
 
     With random weights, attention is nearly uniform. With larger keys, the loss depends on the
@@ -44,7 +42,7 @@ def trained(words: tuple[str, ...], root: Path) -> dict[str, Path]:
     return {name: root / name for name in ("full", "lora")}
 
 
-def proven(checkpoint: Path) -> Certificate:
+def proven(checkpoint):
     found, path = prove_serving(checkpoint, engine="transformers", python="")
     written = json.loads(path.read_text())
     assert written["is_equal"] is found.is_equal
@@ -66,27 +64,27 @@ def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(trained, 
         assert abs(found.base_loss - found.served_loss) > 10 * found.tolerance
 
 
-def change_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def change_json(file, change):
     tree = json.loads(file.read_text())
     change(tree)
     file.write_text(json.dumps(tree))
 
 
-def halve(directory: Path) -> None:
+def halve(directory):
     change_tensors(directory / MODEL, lambda found: found["model.norm.weight"].mul_(0.5))
 
 
-def other_template(export: Path) -> None:
+def other_template(export):
     file = export / "chat_template.jinja"
     file.write_text(file.read_text().replace("user", "human"))
 
 
-def other_model(export: Path) -> None:
-    def swap_tensors(found: dict[str, torch.Tensor]) -> None:
+def other_model(export):
+    def swap_tensors(found):
         names = [f"{LAYER}.{part}_proj.weight" for part in "kv"]
         found.update(zip(names, [found[name] for name in reversed(names)], strict=True))
 
-    def swap_tokens(tree: dict[str, Any]) -> None:
+    def swap_tokens(tree):
         vocab = tree["model"]["vocab"]
         first, second = list(vocab)[300:302]
         vocab[first], vocab[second] = vocab[second], vocab[first]
@@ -96,12 +94,12 @@ def other_model(export: Path) -> None:
     change_json(export / "config.json", lambda tree: tree["rope_parameters"].update(rope_theta=9.0))
 
 
-def torn(export: Path) -> None:
+def torn(export):
     (export / MODEL).write_bytes((export / MODEL).read_bytes()[:1000])
 
 
-def no_adapter(export: Path) -> None:
-    def clear(found: dict[str, torch.Tensor]) -> None:
+def no_adapter(export):
+    def clear(found):
         for name in found:
             if "lora_B" in name:
                 found[name].zero_()
@@ -110,10 +108,10 @@ def no_adapter(export: Path) -> None:
     change_json(export / "adapter_config.json", lambda tree: tree.update(lora_alpha=1))
 
 
-def other_base(export: Path) -> None:
+def other_base(export):
     base = export.parent.parent / "base"
 
-    def move(tree: dict[str, Any]) -> None:
+    def move(tree):
         shutil.copytree(tree["base_model_name_or_path"], base)
         tree["base_model_name_or_path"] = str(base)
 
@@ -140,7 +138,7 @@ SPOILED: dict[Callable[[Path], None], tuple[str, bool, set[str]]] = {
 }
 
 
-def copied(run_dir: Path, target: Path) -> Path:
+def copied(run_dir, target):
     shutil.copytree(run_dir, target)
     return target / STEP
 
@@ -166,7 +164,7 @@ def test_an_export_that_was_written_wrong_is_found_by_its_loss(trained, tmp_path
     halve(checkpoint / "huggingface")
     data = (checkpoint / "huggingface" / MODEL).read_bytes()
 
-    def fit(tree: dict[str, Any]) -> None:
+    def fit(tree):
         (record,) = (one for one in tree["files"] if one["path"] == f"huggingface/{MODEL}")
         record.update(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 

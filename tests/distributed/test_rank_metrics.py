@@ -2,19 +2,15 @@
 
 import math
 import time
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 from ranks import run_ranks
-from torch import Tensor
 from toy import ToySamples, build_toy_model, full_parameters, toy_run
 from toy_runs import source as source  # a fixture
 
 from trainer.model.losses import LOSSES, Loss, cross_entropy
 from trainer.optim import clip
-from trainer.runtime.distributed import World
 from trainer.tracking import Tracking, read_metrics
 from trainer.tracking.metrics import METRICS, put
 from trainer.tracking.metrics.table import PHASES
@@ -38,7 +34,7 @@ OWN = (
 )
 
 
-def train(world: World, run_dir: Path, source, *, loss: str = "cross_entropy", samples=None) -> int:
+def train(world, run_dir, source, *, loss="cross_entropy", samples=None):
     model = build_toy_model(world, source, loss=loss)
     tracking = Tracking("toy", "toy", [], {}, run_dir=run_dir) if world.is_main else None
     run = toy_run(world, model, samples or ToySamples(), total_steps=NUM_STEPS, tracking=tracking)
@@ -48,11 +44,11 @@ def train(world: World, run_dir: Path, source, *, loss: str = "cross_entropy", s
     return exit_code
 
 
-def train_with_own_metrics(world: World, run_dir: Path, source) -> int:
+def train_with_own_metrics(world, run_dir, source):
     """With a loss that measures them."""
     METRICS.update({metric.key: metric for metric in OWN})
 
-    def measuring(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    def measuring(logits_CV, labels_C):
         put("test/rank", world.rank + 1)
         put("test/logit_mean", logits_CV.float().mean())
         put("test/host", 7 + world.rank)
@@ -62,7 +58,7 @@ def train_with_own_metrics(world: World, run_dir: Path, source) -> int:
     return train(world, run_dir, source, loss="measuring")
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
+def rows(run_dir):
     return [row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == "train"]
 
 
@@ -79,16 +75,16 @@ def test_a_metric_of_ones_own_is_combined_over_ranks_and_logged(source, tmp_path
 
 
 class SlowOnOneRank(ToySamples):
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         super().__init__()
         self._pause_s = STALL_S * rank
 
-    def sample(self, index: int):
+    def sample(self, index):
         time.sleep(self._pause_s)
         return super().sample(index)
 
 
-def train_slowly(world: World, run_dir: Path, source) -> int:
+def train_slowly(world, run_dir, source):
     return train(world, run_dir, source, samples=SlowOnOneRank(world.rank))
 
 
@@ -109,9 +105,7 @@ def test_the_rank_that_others_wait_for_is_named_with_its_phase(source, tmp_path)
         assert total == pytest.approx(row["time/train/step_s"], rel=0.02)
 
 
-def train_noting_norms(
-    world: World, source
-) -> tuple[dict[str, float], float, list[dict[str, float]]]:
+def train_noting_norms(world, source):
     """Return {parameter: norm of its whole gradient}, the norm of all parameters (both before the
     update of the second of three steps), and the rows of all steps.
     """
@@ -120,7 +114,7 @@ def train_noting_norms(
     model = build_toy_model(world, source)
     run = toy_run(world, model, ToySamples(), total_steps=NUM_STEPS)
 
-    def noting(optimizer, **scalars) -> None:
+    def noting(optimizer, **scalars):
         if run.batches.step == 2:
             for name, parameter in model.named_parameters():
                 grad_norms[name] = parameter.grad.full_tensor().double().norm().item()

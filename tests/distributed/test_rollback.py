@@ -6,7 +6,6 @@ import math
 import os
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,11 +17,9 @@ from toy_runs import source as source  # a fixture
 from whole_runs import saved_steps
 
 from trainer.checkpoint import fsio, layout, rollback
-from trainer.checkpoint.fsio import Operation
 from trainer.data.batch_plan import Schedule, Share
 from trainer.errors import EXIT_DONE
 from trainer.optim.clip import local_square_sum
-from trainer.runtime.distributed import World
 from trainer.train.guard import Guard
 
 BAD_STEP = 165
@@ -44,7 +41,7 @@ class Samples(OneSource):
 
     fingerprint = "rollback"
 
-    def __init__(self, poisoned: frozenset[int]) -> None:
+    def __init__(self, poisoned):
         generator = np.random.default_rng(5)
         self._samples = []
         for i in range(NUM_STEPS * BATCH_SIZE):
@@ -53,11 +50,11 @@ class Samples(OneSource):
         self.lengths = np.full(len(self._samples), 24)
         self.num_loss_tokens = np.full(len(self._samples), 23)
 
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def sample(self, index):
         return self._samples[index], np.ones(24, dtype=bool)
 
 
-def samples_of(step: int) -> frozenset[int]:
+def samples_of(step):
     order = Schedule((Share(NUM_STEPS * BATCH_SIZE),), BATCH_SIZE, seed=3)
     return frozenset(int(i) for i in order.rows(step))
 
@@ -70,9 +67,7 @@ class Outcome:
     skipped: int
 
 
-def train(
-    world: World, run_dir: Path, source, fault: str, on_severe: str, kill_at: str = ""
-) -> Outcome:
+def train(world, run_dir, source, fault, on_severe, kill_at=""):
     """`fault`: none, batch (poisoned samples), or rank (the gradient of rank 1 is a thousand times
     too large, once).
     """
@@ -86,7 +81,7 @@ def train(
                 parameter.grad.mul_(1000.0)
         return local_square_sum(parameters)
 
-    def kill(operation: Operation) -> None:
+    def kill(operation):
         if kill_at and kill_at in f"{operation.kind} {operation.path} {operation.target}":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -109,33 +104,33 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory, source) -> tuple[Path, Outcome]:
+def clean(tmp_path_factory, source):
     """A run on one rank that meets no fault."""
     run_dir = tmp_path_factory.mktemp("clean") / "run"
     return run_dir, trained(1, run_dir, source, "none", "rollback")
 
 
 @pytest.fixture
-def begun(clean: tuple[Path, Outcome], tmp_path) -> Path:
+def begun(clean, tmp_path):
     """A run directory that holds what the clean run had after step `BEGUN`."""
     return toy_runs.begun(clean[0], tmp_path / "run", BEGUN)
 
 
 @pytest.fixture(scope="module")
-def rolled_back(clean: tuple[Path, Outcome], source) -> tuple[Path, Outcome]:
+def rolled_back(clean, source):
     """A run on one rank that met the poisoned batch."""
     run_dir = toy_runs.begun(clean[0], clean[0].with_name("rolled_back"), BEGUN)
     return run_dir, trained(1, run_dir, source, "batch", "rollback")
 
 
-def trained(num_ranks: int, run_dir: Path, source, *arguments: str) -> Outcome:
+def trained(num_ranks, run_dir, source, *arguments):
     """Train on this many ranks, and return what all of them report alike."""
     first, *others = run_ranks(train, num_ranks, run_dir, source, *arguments, timeout_s=240)
     assert all(outcome == first for outcome in others)
     return first
 
 
-def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
+def require_undone(run_dir, found, clean):
     assert found.exit_code == clean.exit_code == EXIT_DONE
     num_until = BAD_STEP + 1 - found.steps[0]
     at_once = tuple(range(found.steps[0], BAD_STEP + 1))
@@ -150,7 +145,7 @@ def require_undone(run_dir: Path, found: Outcome, clean: Outcome) -> None:
     require_set_aside(run_dir)
 
 
-def require_set_aside(run_dir: Path) -> None:
+def require_set_aside(run_dir):
     """The checkpoint after the harmful batch is not lost."""
     assert [path.name for path in run_dir.glob(".discarded*")] == [
         f".discarded_global_step_{BEGUN}.0"

@@ -3,8 +3,6 @@ names rows that stand out.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +29,7 @@ STEPS = 6
 SHARES = (Share(18), Share(6, repeat=3.0))
 
 
-def losses_of_steps(world, path: Path) -> tuple[Any, list[Any]]:
+def losses_of_steps(world, path):
     """(parameters before the first step, (losses of the samples, loss) of each step)."""
     model = build_toy_model(world, write_model_config(path / str(world.rank)))
     parts = toy_run(world, model, ToySamples(shares=SHARES), total_steps=3, max_tokens=80)

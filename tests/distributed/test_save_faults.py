@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from faults.failpoints import (
@@ -18,7 +17,7 @@ from faults.failpoints import (
     outcomes,
     points_of_a_save,
 )
-from faults.save_points import Point, Survey, Watch
+from faults.save_points import Survey, Watch
 from processes import wait_until
 from ranks import _receive, started_ranks
 from sweeps import some
@@ -30,7 +29,6 @@ from trainer.checkpoint import fsio
 from trainer.checkpoint import save as saving
 from trainer.checkpoint.save import GRACE_S
 from trainer.errors import ResumableError
-from trainer.runtime.distributed import World
 
 SAVE_TIMEOUT_S = 2
 SHORT_GRACE_S = 1.0
@@ -66,15 +64,15 @@ class Story:
 
 
 def save_around_a_stop(
-    world: World,
-    run_dir: Path,
+    world,
+    run_dir,
     source,
-    victim: int,
-    label: str,
+    victim,
+    label,
     *,
-    async_save: bool,
-    grace_s: float,
-) -> Story:
+    async_save,
+    grace_s,
+):
     """Save step 1. In the save of step 2, the rank `victim` stops itself before the operation
     `label`. Then save step 3.
 
@@ -86,12 +84,12 @@ def save_around_a_stop(
     parts = toy_run(world, build_toy_model(world, source), ToySamples(), total_steps=6)
     checkpoints = checkpoint_manager(world, run_dir, source, parts, recipe)
 
-    def save(step: int, *, is_required: bool) -> None:
+    def save(step, *, is_required):
         parts.batches.step = step
         save_now(checkpoints, parts, is_required=is_required)
         checkpoints.finish()
 
-    def stop(point: Point) -> None:
+    def stop(point):
         if (world.rank, label) == (victim, point.label):
             fsio.observer = None
             # not a step further, in whatever thread

@@ -2,7 +2,6 @@
 
 import os
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from toy_runs import Recipe, checkpoint_manager, save_now
 from toy_runs import source as source  # a fixture
 
 from trainer.checkpoint import fsio, layout, save
-from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.save import Agreement
@@ -24,7 +22,7 @@ from trainer.runtime.progress import History, Position
 STAGED_BY_OTHER = ".staging_global_step_9.0a1b2c3d"
 
 
-def held_lock(world, run_dir: Path) -> RunLock | None:
+def held_lock(world, run_dir):
     if not world.is_main:
         return None
     lock = RunLock(run_dir)
@@ -32,13 +30,13 @@ def held_lock(world, run_dir: Path) -> RunLock | None:
     return lock
 
 
-def is_manifest(world, operation: Operation) -> bool:
+def is_manifest(world, operation):
     """Return True on the main rank when it begins the manifest."""
     is_created = operation.kind == "create" and operation.path.name == MANIFEST
     return bool(world.is_main and is_created)
 
 
-def save_watched(world, run_dir: Path, source, disturb, save_timeout_s: int):
+def save_watched(world, run_dir, source, disturb, save_timeout_s):
     """Return the error of one save. `disturb(world, operation, run_dir)` is called before each
     operation.
     """
@@ -54,20 +52,20 @@ def save_watched(world, run_dir: Path, source, disturb, save_timeout_s: int):
     return manager._last_error
 
 
-def replace_lock(run_dir: Path) -> None:
+def replace_lock(run_dir):
     """Simulate a run that takes over."""
     (run_dir / "other").write_text("{}")
     os.replace(run_dir / "other", run_dir / LOCK)
 
 
-def take_over(world, operation: Operation, run_dir: Path) -> None:
+def take_over(world, operation, run_dir):
     """Another run, which is saving too, replaces the lock file while the manifest is written."""
     if is_manifest(world, operation):
         replace_lock(run_dir)
         (run_dir / STAGED_BY_OTHER).mkdir()
 
 
-def settle_and_roll_back(world, run_dir: Path, source) -> list[str]:
+def settle_and_roll_back(world, run_dir, source):
     """Return the errors of a run that was taken over when it points to a checkpoint, and when it
     rolls back to one.
     """
@@ -99,14 +97,14 @@ def test_a_run_that_was_taken_over_changes_no_checkpoint_of_the_other(source, tm
     assert [info.step for info in layout.committed(run_dir)] == [10, 40]
 
 
-def truncate_after_report(world, operation: Operation, run_dir: Path) -> None:
+def truncate_after_report(world, operation, run_dir):
     save.VISIBLE_WITHIN_S = 0.2
     if world.rank == 1 and operation.kind == "phase" and operation.path.name == "export.report":
         (shard,) = run_dir.glob(".staging_global_*/optim_world_size_2_rank_1.pt")
         os.truncate(shard, 1000)
 
 
-def dawdle(world, operation: Operation, run_dir: Path) -> None:
+def dawdle(world, operation, run_dir):
     if is_manifest(world, operation):
         time.sleep(2.2)
 
@@ -130,7 +128,7 @@ def test_a_disturbed_save_is_not_committed(source, tmp_path, disturb):
     assert [path.name for path in run_dir.glob(".staging*")] == staged
 
 
-def agree_after_a_late_answer(world) -> list[Any]:
+def agree_after_a_late_answer(world):
     agreement = Agreement(world, timeout_s=20.0)
     if not world.is_main:
         agreement._give_up()

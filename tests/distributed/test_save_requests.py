@@ -15,23 +15,23 @@ from trainer.checkpoint.model_card import model_card
 STEPS = 6
 
 
-def ask_in_step(asked_step: int, run_dir: Path) -> None:
+def ask_in_step(asked_step, run_dir):
     """The run looks for files immediately."""
     requests.LOOK_EVERY_S = 0.0
 
-    def ask(run, step: int) -> None:
+    def ask(run, step):
         if run.world.is_main and step == asked_step:
             (run_dir / requests.FILE_NAME).touch()
 
     before_steps(ask)
 
 
-def wait_in_steps() -> None:
+def wait_in_steps():
     before_steps(lambda run, step: time.sleep(0.4))
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
+def straight(tmp_path_factory):
     """A run that is asked for no save: its directory and its words."""
     root = tmp_path_factory.mktemp("straight")
     words = (
@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_deleted_does_not_save_for_ever(tmp_path, monkeypa
     assert made.is_due()
     made.begin()
 
-    def refuse(path: Path, missing_ok: bool) -> None:
+    def refuse(path, missing_ok):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "unlink", refuse)

@@ -2,31 +2,23 @@
 stateful part that only this file defines.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from family_trials import heard
 from ranks import run_ranks
-from torch import Tensor, nn
 from toy import ToySamples, differing, whole
-from toy_runs import Recipe, Result, StopsAfter, run
+from toy_runs import Recipe, StopsAfter, run
 from toy_runs import source as source  # a fixture
 
 from trainer.checkpoint import layout
-from trainer.config import OptimConfig
-from trainer.data.batch import StepBatch
 from trainer.errors import EXIT_RESUMABLE
 from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
 from trainer.model.weights import local
 from trainer.optim import OPTIMIZERS
 from trainer.optim.clip import Optimizer
 from trainer.runtime.progress import ALL, OWN
-from trainer.train.packet import Packet
 from trainer.train.parts import Part
-from trainer.train.run import PARTS, Run
+from trainer.train.run import PARTS
 
 Z_WEIGHT = 0.01
 CHOICES = (
@@ -37,7 +29,7 @@ CHOICES = (
 )
 
 
-def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+def z_loss(logits_CV, labels_C):
     """Squared logarithm of the softmax's denominator (PaLM, 2022, section 5)."""
     return logits_CV.logsumexp(dim=-1) ** 2
 
@@ -45,7 +37,7 @@ def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 class HeavyBall(Optimizer):
     """Momentum as defined in textbooks."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+    def __init__(self, model, config):
         super().__init__(model.parameters(), {"lr": 0.0})
         for parameter in model.parameters():
             self.state[parameter] = {
@@ -53,7 +45,7 @@ class HeavyBall(Optimizer):
             }
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 buffer = local(self.state[parameter]["momentum_buffer"])
@@ -64,7 +56,7 @@ class HeavyBall(Optimizer):
                 )
 
 
-def train(world, root: Path, source, num_steps: int = 99) -> list[Result]:
+def train(world, root, source, num_steps=99):
     """A run of each choice, in a directory of its own. Every second step has one sample, so a rank
     has no supervised position.
     """
@@ -111,25 +103,25 @@ class WeightAverage(Part):
 
     state_of = OWN
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run):
         self._named = {name: self.taken(p) for name, p in run.model.named_parameters()}
         self.averages = {
             name: torch.zeros_like(tensor, requires_grad=False)
             for name, tensor in self._named.items()
         }
 
-    def taken(self, parameter: Tensor) -> Tensor:
+    def taken(self, parameter):
         return local(parameter)
 
-    def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
+    def after_update(self, batch, packet):
         for name, shard in self._named.items():
             self.averages[name].lerp_(shard.detach(), 0.5)
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return self.averages
 
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state_dict):
         for name, average in self.averages.items():
             average.copy_(state_dict[name])
 
@@ -148,14 +140,14 @@ class Sharded(WeightAverage):
     state_of = ALL
     is_sharded = True
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run):
         super().__init__(run)
         self.averages["num_steps"] = torch.zeros(())
 
-    def taken(self, parameter: Tensor) -> Tensor:
+    def taken(self, parameter):
         return parameter
 
-    def after_update(self, batch: StepBatch, packet: Packet) -> Mapping[str, Tensor]:
+    def after_update(self, batch, packet):
         self.averages["num_steps"] += 1
         return super().after_update(batch, packet)
 
@@ -167,24 +159,24 @@ class ShardedUndeclared(Sharded):
 class ShardedWithCount(Sharded):
     """A sharded part whose state contains a number instead of a tensor."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return self.averages | {"num_steps": 3}
 
 
 class ShardedWithOwn(Sharded):
     """A part whose state contains a tensor that is neither sharded nor equal on all ranks."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run):
         super().__init__(run)
         self.averages["num_steps"] += run.world.rank
 
 
 def train_averaged(
     world,
-    run_dir: Path,
+    run_dir,
     source,
-    num_steps: int = 99,
-    kind: type[WeightAverage] = WeightAverage,
+    num_steps=99,
+    kind=WeightAverage,
     **settings,
 ):
     """(steps trained, the averages at the end as whole tensors where they are sharded, lines of
@@ -192,7 +184,7 @@ def train_averaged(
     """
     made = []
 
-    def make(run: Run) -> WeightAverage:
+    def make(run):
         made.append(kind(run))
         return made[0]
 
@@ -214,7 +206,7 @@ def test_a_part_of_ones_own_is_saved_and_goes_on_bit_equal(source, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def sharded(source, tmp_path_factory) -> dict[str, Tensor]:
+def sharded(source, tmp_path_factory):
     """The averages after a run in one piece on two ranks."""
     run_dir = tmp_path_factory.mktemp("sharded") / "run"
     return run_ranks(train_averaged, 2, run_dir, source, kind=Sharded)[0][1]
@@ -247,7 +239,7 @@ REFUSED: dict[type[WeightAverage], str] = {
 }
 
 
-def refusals(world, root: Path, source) -> list[str]:
+def refusals(world, root, source):
     found = []
     for kind in REFUSED:
         with pytest.raises(Exception, match="part 'average' cannot be saved") as error:

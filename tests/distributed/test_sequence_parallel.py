@@ -1,6 +1,5 @@
 """Ranks that share the tokens of a micro-batch train the same as a single rank."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from trainer.config import ConfigError
 from trainer.model import selfcheck
 from trainer.model.assemble import design_model
 from trainer.model.losses import LOSSES
-from trainer.runtime.distributed import World
 from trainer.train.start.compose import load_config
 from trainer.train.step import training_step
 
@@ -58,7 +56,7 @@ KEPT = (
 SAMPLES = ToySamples()
 
 
-def trained(world: World, root: Path, num_variants: int) -> dict[str, Any]:
+def trained(world, root, num_variants):
     """Return by variant the metrics and sample losses of two steps, and the errors of the
     self-check.
 

@@ -2,8 +2,6 @@
 limit.
 """
 
-from pathlib import Path
-
 import pytest
 from family_trials import heard
 from ranks import run_ranks
@@ -16,7 +14,7 @@ from trainer.errors import EXIT_RESUMABLE, CannotWriteError
 from trainer.runtime.signals import StopRequest
 
 
-def start_unseen(world, run_dir: Path) -> str:
+def start_unseen(world, run_dir):
     """Rank 1 stands for another machine: it does not see what rank 0 writes."""
     start.SHARED_WITHIN_S = 0.3
     if world.rank == 1:
@@ -37,7 +35,7 @@ def test_a_directory_that_is_not_shared_is_refused_on_every_rank(tmp_path):
     assert not list((tmp_path / "run").glob(".staging*"))
 
 
-def start_on_full_disk(world, run_dir: Path, source) -> str:
+def start_on_full_disk(world, run_dir, source):
     fsio.free_bytes = lambda path: 1000
     try:
         run(world, run_dir, source, Recipe())
@@ -54,7 +52,7 @@ def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path, sou
 
 
 @pytest.fixture(scope="module")
-def ended(source, tmp_path_factory) -> Path:
+def ended(source, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("ended") / "run"
     run_ranks(run, 1, run_dir, source, Recipe())
     return run_dir
@@ -64,7 +62,7 @@ STEPS = (0, 99)
 """Test a run that is finished with its last checkpoint, and one that is not."""
 
 
-def errors_for_other_data(world, run_dir: Path) -> list[str]:
+def errors_for_other_data(world, run_dir):
     own = fingerprints(Recipe()) | {"data": "other"}
     errors = []
     for total_steps in STEPS:
@@ -79,7 +77,7 @@ def test_a_run_does_not_answer_for_other_data(ended):
         assert "data: " in error and "-> other   <- refused" in error
 
 
-def said_at_starts(world, run_dir: Path) -> list[list[str]]:
+def said_at_starts(world, run_dir):
     said = []
     for total_steps in STEPS:
         config = trainer_config(run_dir, Recipe())
@@ -97,7 +95,7 @@ def test_why_this_checkpoint_is_said_once(ended):
         assert said and len(said) == len(set(said)), said
 
 
-def run_for_no_time(world, run_dir: Path, source):
+def run_for_no_time(world, run_dir, source):
     stop = StopRequest(max_time_s=0.0 if world.rank == 1 else 1000.0)
     return run(world, run_dir, source, Recipe(), stop=stop)
 

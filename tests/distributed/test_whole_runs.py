@@ -25,7 +25,7 @@ NO_WEIGHTS = replace(ONE_STEP, checkpoint={"save_contents": ["model", "optimizer
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+def source(tmp_path_factory):
     return write_whole_model(tmp_path_factory.mktemp("whole"), "gemma3")
 
 

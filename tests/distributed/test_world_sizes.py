@@ -4,9 +4,6 @@ empty shards.
 This tests all pairs of a few numbers of ranks, or of many with `pytest --full`.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from ranks import run_ranks
 from sweeps import short_or_full
@@ -18,7 +15,7 @@ from toy import (
     toy_run,
     write_model_config,
 )
-from toy_runs import Recipe, Result, checkpoint_manager, moments_of, run
+from toy_runs import Recipe, checkpoint_manager, moments_of, run
 
 from trainer.checkpoint import layout
 
@@ -46,7 +43,7 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def saved(source, tmp_path_factory) -> dict[Path, Result]:
+def saved(source, tmp_path_factory):
     """{run directory: the state at step 6}, with checkpoints of steps 2, 4, 6."""
     root = tmp_path_factory.mktemp("saved")
     found = {}
@@ -56,7 +53,7 @@ def saved(source, tmp_path_factory) -> dict[Path, Result]:
     return found
 
 
-def load_all(world, run_dirs: list[Path], source) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def load_all(world, run_dirs, source):
     """Load each checkpoint on this number of ranks; return whole parameters and moments."""
     found = []
     for run_dir in run_dirs:

@@ -9,5 +9,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> str:
+def cache(tmp_path_factory):
     return f"data.cache_dir={tmp_path_factory.mktemp('cache')}"

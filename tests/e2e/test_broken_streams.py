@@ -2,7 +2,6 @@
 
 import getpass
 import signal
-from pathlib import Path
 
 import pytest
 from runs import SMALL, processes_of, started, wait_for_step
@@ -10,7 +9,7 @@ from whole_runs import curve
 
 
 @pytest.fixture
-def cwd(tmp_path) -> Path:
+def cwd(tmp_path):
     # torch's own cache, one per user
     (tmp_path / "tmp" / f"torchinductor_{getpass.getuser()}").mkdir(parents=True)
     return tmp_path

@@ -35,16 +35,14 @@ class ForkedRuns(Runs):
 
     before: Callable[[], None] | None = None
 
-    def train(
-        self, name: str, *overrides: str, num_ranks: int | None = None, until: int = 0
-    ) -> ShortRun:
+    def train(self, name, *overrides, num_ranks=None, until=0):
         run = ShortRun(self.directory / name)
         words = (*self.all_overrides, *overrides, *FORCED)
         whole_runs.train(run.run_dir, num_ranks or self.num_ranks, *words, before=self.before)
         return run
 
 
-def lose_gradient() -> None:
+def lose_gradient():
     """In this process, omit the gradient of rank 1."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
@@ -58,13 +56,13 @@ def lose_gradient() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def rank_server() -> None:
+def rank_server():
     """Start the server of forked ranks here, so that it does not belong to a test."""
     forkserver.ensure_running()
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch) -> Path:
+def temporary(tmp_path, monkeypatch):
     """Return the directory for temporary files."""
     directory = tmp_path / "tmp"
     directory.mkdir()
@@ -74,7 +72,7 @@ def temporary(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path, monkeypatch) -> list[str]:
+def recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # forked and launched ranks compute bit-equally
@@ -134,12 +132,12 @@ def test_a_signal_ends_the_runs_and_removes_them(recipe, temporary, tmp_path):
 class MadeRuns(Runs):
     """Runs with made-up rows: `others` by name. A missing run lacks memory."""
 
-    def __init__(self, others: dict[str, Rows], *words: str) -> None:
+    def __init__(self, others, *words):
         words = ("trainer.device=cpu", *words)
         super().__init__(words, 2, Path(), is_on_gpu=False, planned_gib=lambda *_: 1.0)
         self.made = {"straight": rows(), **others}
 
-    def train(self, name: str, *overrides: str, **_):
+    def train(self, name, *overrides, **_):
         if name not in self.made:
             raise RunFailedError(f"{name}: CUDA out of memory")
         return SimpleNamespace(
@@ -149,12 +147,12 @@ class MadeRuns(Runs):
         )
 
 
-def rows(loss: float = 2.0, *, norm: float = 1.0) -> Rows:
+def rows(loss=2.0, *, norm=1.0):
     row = {"train/loss": loss, "train/grad_norm": norm}
     return [{**row, "step": step} for step in range(1, NUM_STEPS + 1)]
 
 
-def in_bfloat16(loss: float) -> tuple[dict[str, Rows], str]:
+def in_bfloat16(loss):
     """One rank in bfloat16, next to runs whose rounding error is 5e-4."""
     others = {"one_rank": rows(loss), "float32_beside_one_rank": rows(2.001)}
     return others, "model.fsdp_config.param_dtype=bfloat16"

@@ -1,7 +1,6 @@
 """A real run from the perspective of the person who watches it."""
 
 import json
-from pathlib import Path
 
 import pytest
 import whole_runs
@@ -25,7 +24,7 @@ NUM_STEPS = 52
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory) -> Path:
+def watched(tmp_path_factory):
     """The run directory of a run with everything switched on."""
     place = tmp_path_factory.mktemp("watched")
     run_dir = place / "watched"

@@ -17,7 +17,6 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -66,13 +65,13 @@ CHATS = [
 class Reader:
     """Executes the pages in a separate directory."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         self.tiny = [*whole_runs.tiny_model(root), *STEPS]
         self.num_runs = 0
         self.write_files()
 
-    def write_files(self) -> None:
+    def write_files(self):
         rows = [{"messages": messages} for messages in CHATS]
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
         files = {"chats.jsonl": text, "data/chats.jsonl": text}
@@ -86,17 +85,17 @@ class Reader:
             (self.root / name).write_text(content)
         pq.write_table(pa.Table.from_pylist(rows), self.root / "data/chats.parquet")
 
-    def words_behind(self, words: list[str]) -> list[str]:
+    def words_behind(self, words):
         """Return the overrides of a tiny run, except for keys that the command sets itself."""
         keys = {word.partition("=")[0] for word in words}
         return [word for word in self.tiny if word.partition("=")[0] not in keys]
 
-    def with_own_names(self, text: str) -> str:
+    def with_own_names(self, text):
         for placeholder, name in (MEANT | {"s3://": f"file://{self.root}/"}).items():
             text = text.replace(placeholder, name)
         return text
 
-    def execute(self, command: str) -> None:
+    def execute(self, command):
         """Raise an error for a failed command."""
         words = shlex.split(self.with_own_names(command), comments=True)
         with (
@@ -113,7 +112,7 @@ class Reader:
                 code = self._run(words[1 if words[0] == "fsdp-sft" else 2 :], patch)
                 assert code == 0, f"exit code {code}\n{said.getvalue()}"
 
-    def _run(self, words: list[str], patch: pytest.MonkeyPatch) -> int:
+    def _run(self, words, patch):
         has_name = not words[0].isdecimal() and words[0] in commands.COMMANDS
         name = " ".join(words[: 2 if words[0] == "data" else 1]) if has_name else "train"
         rest = words[len(name.split()) :] if has_name else words
@@ -132,18 +131,18 @@ class Reader:
         self.num_runs += 1
         return launch.main(rest)
 
-    def _on_forked_ranks(self, command: list[str], **_) -> int:
+    def _on_forked_ranks(self, command, **_):
         (number,) = (word for word in command if word.startswith("--nproc-per-node="))
         words = command[command.index("trainer") + 1 :]
         code, output = self._forked(int(number.partition("=")[2]), *words)
         print(output)
         return 1 if code is None else code
 
-    def _forked(self, num_ranks: int, *words: str) -> tuple[int | None, str]:
+    def _forked(self, num_ranks, *words):
         here = functools.partial(os.chdir, self.root)
         return whole_runs.run(num_ranks, *words, log=self.root / "log", before=here)
 
-    def train(self, *words: str, **_) -> api.RunDirectory:
+    def train(self, *words, **_):
         """In place of `trainer.api.train`, which starts a process."""
         words = (*words, *self.words_behind(list(words)), "trainer.experiment_name=from_python")
         code, output = self._forked(1, *words)
@@ -152,7 +151,7 @@ class Reader:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory) -> Iterator[Reader]:
+def reader(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         root = tmp_path_factory.mktemp("reader")
         patch.chdir(root)

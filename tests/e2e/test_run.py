@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from trainer.train.start.compose import load_config
 
 
 @pytest.fixture(scope="module")
-def straight(cache: str, tmp_path_factory) -> tuple[Path, str]:
+def straight(cache, tmp_path_factory):
     """An uninterrupted run on two ranks: (its run directory, what it printed)."""
     cwd = tmp_path_factory.mktemp("straight")
     done = run(cwd, 2, cache, *SMALL)
@@ -65,11 +64,11 @@ def test_a_checkpoint_takes_the_disk_that_was_planned(straight):
     assert planned_bytes == pytest.approx(sum(files), abs=few)
 
 
-def run_dir_of(cwd: Path) -> Path:
+def run_dir_of(cwd):
     return cwd / "checkpoints" / "e2e" / "quickstart"
 
 
-def kill_after(step: int, cwd: Path, *overrides: str, delay_s: float = 0.0) -> None:
+def kill_after(step, cwd, *overrides, delay_s=0.0):
     """Start the command. Kill all its processes `delay_s` after it logged this step and has a
     checkpoint.
     """
@@ -82,19 +81,19 @@ def kill_after(step: int, cwd: Path, *overrides: str, delay_s: float = 0.0) -> N
     assert wait_until(lambda: processes_of(cwd) == []), "a rank outlived its job"
 
 
-def losses_of_rows(run_dir: Path) -> dict[int, tuple[list[int], list[float]]]:
+def losses_of_rows(run_dir):
     losses, _ = read_row_losses(run_dir / "row_losses.jsonl")
     return {step: (found.ids, found.loss_sums.tolist()) for step, found in losses.items()}
 
 
-def every_value(run_dir: Path, key: str) -> set[tuple[int, float]]:
+def every_value(run_dir, key):
     """Return (step, value) of all attempts, including rows that no longer count."""
     lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
     return {(row["step"], row[key]) for row in map(json.loads, lines) if key in row}
 
 
 @pytest.fixture(scope="module")
-def killed(cache: str, tmp_path_factory) -> Path:
+def killed(cache, tmp_path_factory):
     """Where a run was started that was killed after step 4."""
     cwd = tmp_path_factory.mktemp("killed")
     kill_after(4, cwd, cache, *SMALL)

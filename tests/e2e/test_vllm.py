@@ -8,9 +8,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,19 +55,19 @@ HEADS_OF_VLLM = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
 """vLLM's CPU kernels support heads of 32 and more."""
 
 
-def random_ids(num_values: int) -> list[int]:
+def random_ids(num_values):
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, num_values, (48,), generator=generator).tolist()
 
 
-def log_prob(model, ids: list[int]) -> float:
+def log_prob(model, ids):
     """Return the log-probability of a text under a model of transformers, summed in float64."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
     return -F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
 
 
-def export_families(world, root: Path) -> None:
+def export_families(world, root):
     """Each family as built by the trainer, every parameter changed as by an update, exported."""
     for name in (*FAMILIES, WHOLE):
         source = ModelSource(str(root / name))
@@ -77,7 +75,7 @@ def export_families(world, root: Path) -> None:
         export_changed(world, model, source, root / f"{name}-export")
 
 
-def write_whole(path: Path) -> None:
+def write_whole(path):
     """Add the processor and tokenizer that vLLM requires if a class takes images."""
     wide = {"hidden_size": 64, "num_attention_heads": 4}
     text, sight = ({**WRAPPERS[WHOLE][key], **wide} for key in ("text_config", "vision_config"))
@@ -108,14 +106,14 @@ def write_whole(path: Path) -> None:
     (path / "preprocessor_config.json").write_text(json.dumps(images))
 
 
-def trained(run_dir: Path, steps: int, *words: str, num_ranks: int = 2) -> Path:
+def trained(run_dir, steps, *words, num_ranks=2):
     """The checkpoint of a run."""
     words = (*words, f"trainer.total_training_steps={steps}", "trainer.save_freq=-1")
     whole_runs.train(run_dir, num_ranks, *words, timeout_s=500)
     return run_dir / f"global_step_{steps}"
 
 
-def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
+def run_adapter(root, cache):
     """Return the base model and the exported adapter."""
     base = Path(shutil.copytree(MODEL_DIR, root / "base"))
     write_weights(base)
@@ -124,7 +122,7 @@ def run_adapter(root: Path, cache: str) -> tuple[Path, Path]:
     return base, trained(root / "run", 8, cache, *words) / "huggingface"
 
 
-def evaluated(run_dir: Path, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+def evaluated(run_dir, answer):
     """Run `evaluate` on the held-out tasks, and return its exit code. `answer` replaces the vLLM
     process, and receives a job.
     """
@@ -140,10 +138,10 @@ def evaluated(run_dir: Path, answer: Callable[[dict[str, Any]], dict[str, Any]])
         return evaluate.main([str(run_dir), *words, "--python", os.environ["VLLM_PYTHON"]])
 
 
-def asked_by_evaluate(run_dir: Path) -> dict[str, Any]:
+def asked_by_evaluate(run_dir):
     jobs = []
 
-    def refused(job: dict[str, Any]) -> dict[str, Any]:
+    def refused(job):
         jobs.append(job)
         raise ConfigError("answered later")
 
@@ -154,12 +152,12 @@ def asked_by_evaluate(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("served")
 
 
 @pytest.fixture(scope="module")
-def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
+def jobs(root, cache):
     """Return all requests to vLLM. One process answers them, because importing vLLM takes longer
     than any of the models.
     """
@@ -183,7 +181,7 @@ def jobs(root: Path, cache: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def served(jobs: dict[str, dict[str, Any]], root: Path) -> dict[str, Any]:
+def served(jobs, root):
     (root / "jobs.json").write_text(json.dumps(jobs, default=str))
     answered = subprocess.run(
         [
@@ -240,7 +238,7 @@ def test_evaluate_scores_what_vllm_wrote(jobs, served, root):
     assert summary["engine"] == "vllm"
 
 
-def is_solved(completion: str, check: str) -> bool:
+def is_solved(completion, check):
     namespace = {}
     try:
         exec(completion.removeprefix("```python\n").removesuffix("\n```"), namespace)

@@ -6,9 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import fake_cuda
 import pytest
@@ -17,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def fake_runs(tmp_path_factory) -> Iterator[Callable[..., dict[str, Any]]]:
+def fake_runs(tmp_path_factory):
     """Runs a case (fields of `fake_step.Case`, and its `kind`) there, once; what it did."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ to build the fake device with")
@@ -38,7 +36,7 @@ def fake_runs(tmp_path_factory) -> Iterator[Callable[..., dict[str, Any]]]:
     ):
 
         @functools.cache
-        def answer(line: str) -> dict[str, Any]:
+        def answer(line):
             print(line, file=process.stdin, flush=True)
             while text := process.stdout.readline():
                 if text.startswith("{"):

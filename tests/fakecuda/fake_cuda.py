@@ -79,29 +79,29 @@ def called(name: str, subject: int | None = None) -> None:
 
 
 class Event:
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args, **kwargs):
         self.number = next(_numbers)
 
-    def record(self, stream: "Stream | None" = None) -> None:
+    def record(self, stream=None):
         with on(stream):
             called("event.record", self.number)
 
-    def wait(self, stream: "Stream | None" = None) -> None:
+    def wait(self, stream=None):
         with on(stream):
             called("event.wait", self.number)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         called("event.synchronize", self.number)
 
-    def query(self) -> bool:
+    def query(self):
         return True
 
-    def elapsed_time(self, other: "Event") -> float:
+    def elapsed_time(self, other):
         return 1.0
 
 
 class Stream:
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args, **kwargs):
         self.number = next(_numbers)
 
     @property
@@ -110,22 +110,22 @@ class Stream:
 
         return torch.device("cuda", torch.cuda.current_device())
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event=None):
         event = event or Event()
         event.record(self)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event):
         event.wait(self)
 
-    def wait_stream(self, stream: "Stream") -> None:
+    def wait_stream(self, stream):
         with on(self):
             called("stream.wait_stream", stream.number)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         called("stream.synchronize", self.number)
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return False
 
 
@@ -155,10 +155,10 @@ def install(library: Path) -> None:
     import transformers  # noqa: F401
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    def current_stream(device=None) -> Stream:
+    def current_stream(device=None):
         return getattr(_threads, "stream", DEFAULT)
 
-    def set_device(device) -> None:
+    def set_device(device):
         _threads.device = torch.device(device).index if not isinstance(device, int) else device
         called("set_device")
 

@@ -14,7 +14,6 @@ from fake_step import Case, fake_world, on_meta_device
 from toy import write_model_config
 
 from trainer.model import load, parallelize
-from trainer.runtime.distributed import World
 from trainer.tools.plan import fake_step as planner
 from trainer.tools.plan import memory
 from trainer.tools.plan.fake_step import Measured
@@ -49,15 +48,15 @@ def _on_fake_cuda(case: Case) -> Iterator[None]:
     plain_materialize = load.materialize
 
     @contextmanager
-    def world(job) -> Iterator[World]:
+    def world(job):
         with fake_world(case) as made:
             yield made
 
-    def sharded(*args) -> None:
+    def sharded(*args):
         with on_meta_device():
             plain_parallelize(*args)
 
-    def with_memory(model, device: torch.device, *, buffer_device: torch.device) -> None:
+    def with_memory(model, device, *, buffer_device):
         plain_materialize(
             model, torch.device("cpu") if case.offload else device, buffer_device=buffer_device
         )

@@ -32,7 +32,6 @@ from torch.distributed._tools import fake_collectives  # noqa: F401  collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import ToySamples, model_config, toy_run, write_model_config
 
-from trainer.config import ModelConfig
 from trainer.data.batch import StepBatch
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import build_step
@@ -67,7 +66,7 @@ class Case:
     """A step of a whole run whose gradient norm causes a rollback."""
 
     @property
-    def model_config(self) -> ModelConfig:
+    def model_config(self):
         return model_config(
             param_dtype="bfloat16",
             reshard_after_forward=True,
@@ -191,7 +190,7 @@ def on_meta_device() -> Iterator[None]:
     """
     plain = torch.empty
 
-    def empty(*args, device=None, **kwargs) -> Tensor:
+    def empty(*args, device=None, **kwargs):
         return plain(*args, device=None if str(device).startswith("cuda") else device, **kwargs)
 
     moved = "torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device"

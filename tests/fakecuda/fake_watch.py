@@ -3,7 +3,6 @@
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import fake_cuda
@@ -39,7 +38,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 class Watch(TorchDispatchMode):
     """Counts operations. Records reads on the host, copies between devices, and collectives."""
 
-    def __init__(self, *, answer: Callable[[str], float] | None = None) -> None:
+    def __init__(self, *, answer=None):
         """`answer`: the value that the host reads at a place. None: a fake tensor has no value."""
         super().__init__()
         self._answer = answer
@@ -51,7 +50,7 @@ class Watch(TorchDispatchMode):
         self.collectives = []
 
     @classmethod
-    def ignore_compile_internals(cls) -> bool:
+    def ignore_compile_internals(cls):
         """Compiled code still runs as compiled code under this mode."""
         return True
 
@@ -86,9 +85,7 @@ class Watch(TorchDispatchMode):
             self._note_collective(name, args, kwargs)
         return result
 
-    def _note_copy(
-        self, name: str, args, kwargs, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> None:
+    def _note_copy(self, name, args, kwargs, inputs, outputs):
         if name == "aten.copy_.default":
             source = args[1]
             target = args[0]
@@ -115,7 +112,7 @@ class Watch(TorchDispatchMode):
                 }
             )
 
-    def _note_collective(self, name: str, args, kwargs) -> None:
+    def _note_collective(self, name, args, kwargs):
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         groups = [

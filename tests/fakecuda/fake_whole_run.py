@@ -51,7 +51,7 @@ from trainer.train.start.main import run
 class OnCard(TorchDispatchMode):
     """Make tensors of a CUDA device fake and all others real. A copy to the host contains zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -60,7 +60,7 @@ class OnCard(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
-    def __exit__(self, *args) -> None:
+    def __exit__(self, *args):
         super().__exit__(*args)
         torch._C._set_only_lift_cpu_tensors(False)
 
@@ -85,12 +85,12 @@ def _on_host(tensor: FakeTensor) -> Tensor:
 class Phases(Heartbeat):
     """Record notes by phase: `train 3` is the third step of the run."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch):
         self._watch = watch
         self._counts = Counter[str]()
         super().__init__()
 
-    def enter(self, phase: str, *, limit_s: float | None) -> None:
+    def enter(self, phase, *, limit_s):
         self._counts[phase] += 1
         self._watch.phase = f"{phase} {self._counts[phase]}"
         fake_cuda.called(f"phase {phase}")
@@ -179,7 +179,7 @@ def _reader(case: Case, heartbeat: Heartbeat) -> Callable[..., Totals]:
     """
     troubled = [case.trouble_at]
 
-    def read(packet: Packet, **derived: Tensor) -> Totals:
+    def read(packet, **derived):
         fake_cuda.called("packet")
         found = read_ones(packet, **derived)
         if "grad_norm" in derived and heartbeat.step in troubled:
@@ -195,15 +195,15 @@ def _other_ranks(num_ranks: int, run_dir: Path) -> Iterator[None]:
     plain = dist.init_process_group
     others = range(1, num_ranks)
 
-    def start(backend: str, **options) -> None:
+    def start(backend, **options):
         plain("fake", **options | {"store": dist.HashStore()})
 
-    def gathered(found: list[Any], own, group=None) -> None:
+    def gathered(found, own, group=None):
         found[:] = [own] * len(found)
         if isinstance(own, tuple) and own[1] == fake_cuda.CARD.uuid:
             found[1:] = [(own[0], f"card of rank {rank}", *own[2:]) for rank in others]
 
-    def agree(agreement: Agreement, *, value, error: str | None, deadline: float) -> list[Any]:
+    def agree(agreement, *, value, error, deadline):
         assert error is None
         written = dict[int, list[Any]]()
         # the shards

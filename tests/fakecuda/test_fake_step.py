@@ -56,7 +56,7 @@ def steps(fake_runs):
     return lambda name: fake_runs(kind="step", **CASES[name])
 
 
-def collectives(step: dict[str, Any], kind: str, **wanted) -> list[dict[str, Any]]:
+def collectives(step, kind, **wanted):
     return [c for c in step["collectives"] if c["kind"] == kind and wanted.items() <= c.items()]
 
 

@@ -33,18 +33,18 @@ def runs(fake_runs):
     return lambda name: fake_runs(kind="run", **RUNS[name])
 
 
-def num_shards(name: str) -> int:
+def num_shards(name):
     return RUNS[name].get("fsdp_size", RUNS[name].get("num_ranks", 8))
 
 
-def num_steps(name: str) -> int:
+def num_steps(name):
     """After a rollback from the fourth step to the second, the third step is repeated, and the
     fourth is skipped.
     """
     return 6 if name == SHARED else 3
 
 
-def noted(run: dict[str, Any], kind: str, phase: str) -> list[dict[str, Any]]:
+def noted(run, kind, phase):
     """Return the notes of all phases with this name."""
     return [entry for entry in run[kind] if entry["phase"].split()[0] == phase]
 

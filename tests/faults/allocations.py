@@ -44,7 +44,7 @@ class Scene:
     checkpoint of `BEGUN` was published, and with a half-written save.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.source = odd_model(root / "model")
         straight = root / "straight"
         self._prepared = root / "prepared"
@@ -59,14 +59,14 @@ class Scene:
         lines = (straight / TRACE).read_text().splitlines(keepends=True)
         (self._prepared / TRACE).write_text("".join(lines[:BEGUN]))
 
-    def copy_to(self, run_dir: Path) -> Path:
+    def copy_to(self, run_dir):
         return Path(shutil.copytree(self._prepared, run_dir))
 
-    def diverged(self, run_dir: Path) -> list[str]:
+    def diverged(self, run_dir):
         rows = read_trace(run_dir)
         return [f"diverged: {row}" for row in rows if row != self._rows[row["step"]]]
 
-    def resume(self, run_dir: Path) -> list[str]:
+    def resume(self, run_dir):
         """Train to the end, as without the failure, and leave nothing behind."""
         run_ranks(run, 2, run_dir, self.source, RECIPE)
         found = self.diverged(run_dir)

@@ -3,26 +3,25 @@
 import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from crash_states import ACKNOWLEDGED, MOVED_BACK, WITHOUT_EFFECT, Disk, Tree, marked_step
 
 from trainer.checkpoint import choice, layout
-from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.manifest import verify_files
 
 
 class Stage:
     """A directory that shows one state after another by changing only the differences."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place):
         self.path = place / "run"
         self.path.mkdir(parents=True)
         self._now = {}
 
-    def show(self, state: Tree) -> Path:
+    def show(self, state):
         """Return the directory that holds `state`."""
         entries = dict(state)
         for name, tree in self._now.items():
@@ -34,7 +33,7 @@ class Stage:
         self._now = entries
         return self.path
 
-    def forget(self) -> None:
+    def forget(self):
         """Empty the directory, which the code under test has changed."""
         for name in os.listdir(self.path):
             remove(self.path / name)
@@ -95,7 +94,7 @@ class Promise:
     known: frozenset[int] = frozenset()
     abandoned: frozenset[int] = frozenset()
 
-    def after(self, operation: Operation) -> "Promise":
+    def after(self, operation):
         if (step := marked_step(operation, ACKNOWLEDGED)) is not None:
             return Promise(step, self.known | {step}, self.abandoned - {step})
         if (step := marked_step(operation, MOVED_BACK)) is not None:
@@ -105,7 +104,7 @@ class Promise:
             return replace(self, abandoned=self.abandoned - {reached})
         return self
 
-    def broken_by(self, outcome: Outcome) -> str:
+    def broken_by(self, outcome):
         """Return the fault of a start; empty if there is none."""
         step = outcome.step
         promised = self.acknowledged
@@ -129,7 +128,7 @@ class Report:
     faults: list[str] = field(default_factory=list)
     reached: dict[Tree, Promise] = field(default_factory=dict)
 
-    def require_good(self) -> None:
+    def require_good(self):
         assert not self.faults, self.faults[0]
         assert self.num_torn == 0
 
@@ -137,9 +136,7 @@ class Report:
 class Explorer:
     """Judges all states of any number of logs, each state once."""
 
-    def __init__(
-        self, place: Path, *, is_whole: Callable[[Path], bool], max_combinations: int, seed: int = 0
-    ) -> None:
+    def __init__(self, place, *, is_whole, max_combinations, seed=0):
         """If a cut has more than `max_combinations` states, that many are drawn by `seed`."""
         self.stage = Stage(place)
         self.outcomes = {}
@@ -147,9 +144,7 @@ class Explorer:
         self._max_combinations = max_combinations
         self._seed = seed
 
-    def explore(
-        self, log: Sequence[Operation], start: Tree, root: Path, promise: Promise, *, first: int = 0
-    ) -> Report:
+    def explore(self, log, start, root, promise, *, first=0):
         """Cut `log` before each operation from number `first` on, and after the last.
 
         root: the directory of the log, which held `start`; promise: what held before the log.
@@ -171,13 +166,13 @@ class Explorer:
 
     def _judge(
         self,
-        disk: Disk,
-        promise: Promise,
-        report: Report,
-        chance: random.Random,
-        torn_before: set[str],
-        place: str,
-    ) -> None:
+        disk,
+        promise,
+        report,
+        chance,
+        torn_before,
+        place,
+    ):
         is_sampled = disk.num_combinations() > self._max_combinations
         report.num_sampled_cuts += is_sampled
         for state in disk.sample(self._max_combinations, chance) if is_sampled else disk.states():
@@ -190,7 +185,7 @@ class Explorer:
             if reason := promise.broken_by(outcome):
                 report.faults.append(f"seed {self._seed}: {reason}, power lost before {place}")
 
-    def outcome(self, state: Tree) -> Outcome:
+    def outcome(self, state):
         if state not in self.outcomes:
             self.outcomes[state] = start_from(self.stage.show(state), is_whole=self._is_whole)
         return self.outcomes[state]

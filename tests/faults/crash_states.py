@@ -41,11 +41,11 @@ def recording() -> Iterator[list[TimedOperation]]:
     """
     log = []
 
-    def observe(operation: Operation) -> None:
+    def observe(operation):
         log.append((time.monotonic_ns(), replace(operation, data=bytes(operation.data))))
 
     def acknowledging(function):
-        def call(path: Path, step: int, **settings):
+        def call(path, step, **settings):
             result = function(path, step, **settings)
             observe(mark(ACKNOWLEDGED, step))
             return result
@@ -99,15 +99,15 @@ def read_tree(path: Path) -> Tree:
 class File:
     """`durable` bytes, and `pending` bytes that are not synced yet."""
 
-    def __init__(self, durable: bytes) -> None:
+    def __init__(self, durable):
         self.durable = durable
         self.pending = b""
 
-    def fsync(self) -> None:
+    def fsync(self):
         self.durable = self.durable + self.pending
         self.pending = b""
 
-    def variants(self) -> list[bytes]:
+    def variants(self):
         """Return possible contents after a crash: pending bytes lost, cut, zeroed, or (last)
         complete.
         """
@@ -126,7 +126,7 @@ class Change:
     removed: str | None = None
     added: "tuple[str, Node] | None" = None
 
-    def apply(self, entries: "dict[str, Node]") -> None:
+    def apply(self, entries):
         if self.removed is not None:
             entries.pop(self.removed, None)
         if self.added is not None:
@@ -136,20 +136,20 @@ class Change:
 class Directory:
     """`durable` entries, `pending` changes that are not synced yet, and the entries `now`."""
 
-    def __init__(self, entries: "dict[str, Node]") -> None:
+    def __init__(self, entries):
         self.durable = dict(entries)
         self.now = dict(entries)
         self.pending = []
 
-    def change(self, change: Change) -> None:
+    def change(self, change):
         change.apply(self.now)
         self.pending.append(change)
 
-    def fsync(self) -> None:
+    def fsync(self):
         self.durable = dict(self.now)
         self.pending = []
 
-    def after(self, kept: Iterable[bool]) -> "dict[str, Node]":
+    def after(self, kept):
         """Return the entries if only the `kept` pending changes reach the disk."""
         entries = dict(self.durable)
         for change, is_kept in zip(self.pending, kept, strict=True):
@@ -166,12 +166,12 @@ class Disk:
     after a power loss.
     """
 
-    def __init__(self, start: Tree, root: Path) -> None:
+    def __init__(self, start, root):
         """`start` is durable; `root`: the directory in the paths of the operations."""
         self._root = _node(start)
         self._path = root
 
-    def apply(self, operation: Operation) -> None:
+    def apply(self, operation):
         """Raises `KeyError` or `ValueError` for an impossible operation: the log is not complete."""
         path = operation.path
         kind = operation.kind
@@ -186,7 +186,7 @@ class Disk:
         else:
             node.fsync()
 
-    def _change(self, operation: Operation, entries: "dict[str, Node]") -> Change:
+    def _change(self, operation, entries):
         path = operation.path
         target = operation.target
         if (path.name in entries) == (operation.kind in ("create", "mkdir")):
@@ -202,24 +202,24 @@ class Disk:
                 return Change(path.name, (target.name, entries[path.name]))
         raise ValueError(f"{operation.kind} {path} -> {target} is not in the model")
 
-    def _node(self, path: Path) -> Node:
+    def _node(self, path):
         node = self._root
         for name in path.relative_to(self._path).parts:
             node = node.now[name]
         return node
 
-    def now(self, path: Path) -> Tree:
+    def now(self, path):
         """Return the content that a process sees at `path`, synced or not."""
         return _now(self._node(path))
 
-    def num_combinations(self) -> int:
+    def num_combinations(self):
         return _num_combinations(self._root)
 
-    def states(self) -> Iterator[Tree]:
+    def states(self):
         """Yield every state after a power loss at this moment, some of them repeatedly."""
         return _states(self._root, {})
 
-    def sample(self, count: int, chance: random.Random) -> Iterator[Tree]:
+    def sample(self, count, chance):
         """Yield `count` of the states: nearly all changes lost, nearly all kept, or in between."""
         for _ in range(count):
             yield _pick(self._root, chance, keep=chance.choice((0.1, 0.5, 0.9)))

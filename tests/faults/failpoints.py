@@ -55,7 +55,7 @@ class Failure:
     point: Point
     number: int
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{errno.errorcode[self.number]} in {self.point}"
 
 
@@ -84,7 +84,7 @@ def train_with_failures(
     """
     surveys = []
 
-    def act(point: Point) -> None:
+    def act(point):
         if world.is_main and point.label == "phase open.begin":
             surveys.append(Survey.of(run_dir))
         if point.save not in range(2, recipe.total_steps, 2):

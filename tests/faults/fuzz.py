@@ -83,8 +83,8 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
     options = PrepareOptions(keys=RowKeys(), max_length=64)
     encoder = RowEncoder(make_tokenizer(), options)
 
-    def with_file(name: str, read: Callable[[Path], object]) -> Target:
-        def target(data: bytes, directory: Path) -> None:
+    def with_file(name, read):
+        def target(data, directory):
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
@@ -92,7 +92,7 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
 
         return target
 
-    def manifest(data: bytes, directory: Path) -> None:
+    def manifest(data, directory):
         """A manifest as written, and with a digest that matches its changed content."""
         with contextlib.suppress(ManifestError):
             parse_manifest(data, step=4)
@@ -103,12 +103,12 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
             return
         parse_manifest(forged, step=4)
 
-    def rows(path: Path, encoder: RowEncoder = encoder) -> None:
+    def rows(path, encoder=encoder):
         for row in iter_rows(path, columns_of(options.keys)):
             with contextlib.suppress(UnusableError):
                 encoder.encode(row)
 
-    def template(data: bytes, directory: Path) -> None:
+    def template(data, directory):
         tokenizer = make_tokenizer(data.decode(errors="replace"))
         path = directory / "rows.jsonl"
         path.write_text(
@@ -117,10 +117,10 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
         )
         rows(path, RowEncoder(tokenizer, options))
 
-    def run_directory(name: str) -> Target:
+    def run_directory(name):
         """A run with a checkpoint and one file of fuzzed bytes, as a start and a rotation see it."""
 
-        def target(data: bytes, directory: Path) -> None:
+        def target(data, directory):
             save(directory, 2)
             (directory / name).write_bytes(data)
             layout.read_pointer(directory)
@@ -132,7 +132,7 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
 
         return target
 
-    def mirror(data: bytes, directory: Path) -> None:
+    def mirror(data, directory):
         """A mirror whose listing has a fuzzed name, and a file of fuzzed bytes for each name."""
         files = MemoryFileSystem()
         files.store = {}
@@ -150,30 +150,30 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
         )
         contents.claim(trainer, storage)
 
-    def recipe(data: bytes, directory: Path) -> None:
+    def recipe(data, directory):
         path = directory / "mine.yaml"
         path.write_bytes(data)
         load_config([f"experiment={path}"])
 
-    def override(data: bytes, directory: Path) -> None:
+    def override(data, directory):
         load_config([data.decode(errors="replace").replace("\0", "")])
 
-    def run_file(path: Path) -> None:
+    def run_file(path):
         file = RunFile(path)
         file.require("project", "experiment")
         file.tracker("wandb")
         file.set_tracker("wandb", "id", 4)
 
-    def report(path: Path) -> None:
+    def report(path):
         from trainer.tools.report.analyse import analyse
 
         analyse(read_run(path))
 
-    def past(path: Path) -> None:
+    def past(path):
         metrics_file.read_past(path)
         metrics_file.read_metrics(path)
 
-    def weights(path: Path) -> None:
+    def weights(path):
         for tensor in stored_in(path).values():
             tensor.read(())
 
@@ -238,7 +238,7 @@ def fuzz_one(name: str, seconds: int, seed: int, root: Path) -> None:
     logging.disable(logging.CRITICAL)
     target = targets[name]
 
-    def test_one_input(data: bytes) -> None:
+    def test_one_input(data):
         run_input(target, answered, data, root)
 
     found = root / "found"

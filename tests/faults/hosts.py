@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 NETWORK = "10.77.0"
 
@@ -46,25 +45,23 @@ class Host:
     namespace: int
     switch: int
 
-    def start(
-        self, command: list[str], *, cwd: Path, env: dict[str, str], log: IO[bytes]
-    ) -> "subprocess.Popen[bytes]":
+    def start(self, command, *, cwd, env, log):
         """Run a command on this machine. Return its exit code, or -9 if the machine was killed."""
         inside = self.entering("env", f"--chdir={cwd}", *command)
         return subprocess.Popen(inside, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
-    def entering(self, *command: str) -> list[str]:
+    def entering(self, *command):
         """Return the words that run a command on this machine."""
         return _entering(self.namespace, *command)
 
-    def cut_off(self) -> None:
+    def cut_off(self):
         """Pull the cable: connections stay open, but nothing passes through them."""
         _run(self.switch, f"ip link set {self.name} down")
 
-    def plug_in(self) -> None:
+    def plug_in(self):
         _run(self.switch, f"ip link set {self.name} up")
 
-    def kill(self) -> None:
+    def kill(self):
         """Power off."""
         os.kill(self.namespace, signal.SIGKILL)
         self.keeper.wait()

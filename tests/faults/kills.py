@@ -34,7 +34,7 @@ import whole_runs
 from faults.campaign import parser_of, run_campaign
 from faults.lying_disk import cut_power, run_on_lying_disk
 from whole_equality import compare_runs, logged_exit_code
-from whole_runs import Attempt, tiny_model
+from whole_runs import tiny_model
 
 from trainer.checkpoint import choice, layout
 from trainer.checkpoint.lock import is_given_back
@@ -80,7 +80,7 @@ class Trial:
     words: tuple[str, ...]
 
     @classmethod
-    def draw(cls, seed: int, world_size: int, how: str) -> "Trial":
+    def draw(cls, seed, world_size, how):
         rng = random.Random(seed)
         where = rng.choice(("after a step", *LATEST_S))
         after_s = rng.uniform(0.0, LATEST_S[where])
@@ -104,11 +104,11 @@ class Run:
     straight: Path
 
     @property
-    def log(self) -> Path:
+    def log(self):
         return self.run_dir.with_suffix(".log")
 
     @property
-    def all_words(self) -> tuple[str, ...]:
+    def all_words(self):
         return (*self.words, f"trainer.default_local_dir={self.run_dir}")
 
 
@@ -138,7 +138,7 @@ def places_of(run_dir: Path) -> set[tuple[str, int]]:
 class Campaign:
     """A sequence of trials on runs. Each run is used until it is complete."""
 
-    def __init__(self, root: Path, *, seed: int) -> None:
+    def __init__(self, root, *, seed):
         self._root = root
         self._seed = seed
         self._base = (*tiny_model(root), *BASE)
@@ -148,7 +148,7 @@ class Campaign:
         self.counts = collections.Counter()
         self.faults = []
 
-    def run_all(self, strikes: dict[str, int]) -> None:
+    def run_all(self, strikes):
         """Strike according to `strikes` (number by kind) until there is a fault."""
         plan = [how for how, count in strikes.items() for _ in range(count)]
         random.Random(self._seed).shuffle(plan)
@@ -161,7 +161,7 @@ class Campaign:
             if self.faults:
                 break
 
-    def _run_trial(self, number: int, how: str) -> bool:
+    def _run_trial(self, number, how):
         """Start the current run, strike it, and check the result. Return False if it was not
         struck.
         """
@@ -178,7 +178,7 @@ class Campaign:
         self.faults += [f"{place}: {fault}" for fault in found]
         return moment != NOT_STRUCK
 
-    def new_run(self, number: int) -> Run:
+    def new_run(self, number):
         rng = random.Random(self._seed * 7919 + number)
         world_size, (save_freq, keep) = rng.choice(WORLD_SIZES), rng.choice(RECIPES)
         words = (*self._base, f"trainer.save_freq={save_freq}", f"trainer.max_ckpt_to_keep={keep}")
@@ -189,7 +189,7 @@ class Campaign:
         self._lost_rows.clear()
         return Run(self._root / f"run{self._num_runs}", world_size, words, straight)
 
-    def _strike(self, trial: Trial, current: Run) -> tuple[str, int | None]:
+    def _strike(self, trial, current):
         """Start all ranks, strike, and wait until they are gone. Return the place of the strike,
         and the exit code.
         """
@@ -226,7 +226,7 @@ class Campaign:
                 self.faults.append(f"{attempt.output}\n{attempt.stacks()}")
             return moment, code
 
-    def _cut_power(self, trial: Trial, current: Run, attempt: Attempt) -> None:
+    def _cut_power(self, trial, current, attempt):
         """Kill all processes, including those started by ranks, and let the disk forget."""
         ranks = [psutil.Process(rank.pid) for rank in attempt.ranks]
         started = [child for rank in ranks for child in rank.children(recursive=True)]
@@ -242,7 +242,7 @@ class Campaign:
         self._lost_rows |= lost
         self.counts["cuts that took rows of metrics"] += bool(lost)
 
-    def _differences(self, current: Run) -> list[str]:
+    def _differences(self, current):
         """Return the differences between the run and the undisturbed one, except for rows that
         power cuts lost and no attempt repeated.
         """

@@ -56,13 +56,13 @@ Entry = tuple[int, bool]
 
 
 class _Disk:
-    def __init__(self, run_dir: Path, *, survives: float, chance: random.Random) -> None:
+    def __init__(self, run_dir, *, survives, chance):
         self._shadow = Path(os.environ["DISK_SHADOW"])
         self._survives = survives
         self._chance = chance
         self._live = {path.stat().st_ino: path for path in (run_dir, *run_dir.rglob("*"))}
 
-    def leave(self, inode: int, target: Path) -> None:
+    def leave(self, inode, target):
         """Fill the new directory `target` with the remains of the directory with this inode number."""
         for name, (child, is_dir) in self._names(inode).items():
             if is_dir:
@@ -71,7 +71,7 @@ class _Disk:
             else:
                 (target / name).write_bytes(self._bytes(child))
 
-    def _names(self, inode: int) -> dict[str, Entry]:
+    def _names(self, inode):
         """Return synced names, and later names that survived."""
         synced = {}
         for line in self._kept(inode).decode().splitlines():
@@ -92,7 +92,7 @@ class _Disk:
                 names[name] = entry
         return names | {name: entry for name, entry in now.items() if entry in survivors}
 
-    def _bytes(self, inode: int) -> bytes:
+    def _bytes(self, inode):
         """Return each block as it was synced, or as it is now. Unwritten blocks are zero."""
         synced = self._kept(inode)
         now = self._live[inode].read_bytes() if inode in self._live else synced
@@ -107,9 +107,9 @@ class _Disk:
                 left[block] = now[block].ljust(block.stop - start, b"\0")
         return bytes(left)
 
-    def _kept(self, inode: int) -> bytes:
+    def _kept(self, inode):
         path = self._shadow / str(inode)
         return path.read_bytes() if path.exists() else b""
 
-    def _is_drawn(self) -> bool:
+    def _is_drawn(self):
         return self._chance.random() < self._survives

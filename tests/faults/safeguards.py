@@ -6,7 +6,7 @@ class Mutation:
     tests/ (a file, or a test in it) must fail.
     """
 
-    def __init__(self, name: str, file: str, old: str, new: str, *tests: str) -> None:
+    def __init__(self, name, file, old, new, *tests):
         self.name = name
         self.file = file
         self.old = old

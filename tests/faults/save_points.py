@@ -1,15 +1,13 @@
 """The operations of a save as one rank sees them, and the contents of a run directory."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 from toy_runs import TRACE
 
 from trainer.checkpoint import choice, fsio, layout
-from trainer.checkpoint.fsio import Operation
 from trainer.checkpoint.lock import LOCK
 from trainer.checkpoint.manifest import verify_files
 
@@ -32,29 +30,29 @@ class Point:
     label: str
 
     @property
-    def is_write(self) -> bool:
+    def is_write(self):
         return self.label.startswith("write ")
 
     @property
-    def is_commit(self) -> bool:
+    def is_commit(self):
         return self.label == "rename .staging_global_step_N -> global_step_N"
 
     @property
-    def is_commit_sync(self) -> bool:
+    def is_commit_sync(self):
         """True for the sync of the checkpoint's name, at which the name already exists."""
         return self.label == "fsync_dir . after the commit"
 
     @property
-    def is_after_commit(self) -> bool:
+    def is_after_commit(self):
         return self.phase in ("publish", "rotate")
 
     @property
-    def can_fail(self) -> bool:
+    def can_fail(self):
         """True for an operation that touches the disk."""
         return not self.label.startswith("phase ")
 
     @property
-    def path(self) -> str:
+    def path(self):
         """Relative to the run directory; empty for the run directory itself."""
         return self.label.split(" ")[1].removesuffix(".")
 
@@ -67,7 +65,7 @@ def plain(text: str) -> str:
 class Watch:
     """An observer that passes every operation on as a `Point` before it happens."""
 
-    def __init__(self, rank: int, run_dir: Path, act: Callable[[Point], None]) -> None:
+    def __init__(self, rank, run_dir, act):
         self._rank = rank
         self._run_dir = run_dir
         self._act = act
@@ -76,7 +74,7 @@ class Watch:
         self._phase = "start"
         self._is_committed = False
 
-    def __call__(self, operation: Operation) -> None:
+    def __call__(self, operation):
         if operation.kind == "phase":
             self._phase = operation.path.name.partition(".")[0]
             if operation.path.name == "open.begin":
@@ -93,11 +91,11 @@ class Watch:
         self._act(point)
 
     @staticmethod
-    def _is_rotation(operation: Operation) -> bool:
+    def _is_rotation(operation):
         is_change = operation.kind in ("rename", "unlink", "rmdir")
         return is_change and layout.POINTER not in operation.path.name
 
-    def _label(self, operation: Operation) -> str:
+    def _label(self, operation):
         path = operation.path
         if path.is_absolute():
             path = path.relative_to(self._run_dir)
@@ -130,7 +128,7 @@ class Survey:
     leftovers: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, run_dir: Path) -> "Survey":
+    def of(cls, run_dir):
         steps = []
         broken = []
         for info in layout.checkpoints(run_dir):

@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -44,7 +44,7 @@ from checkpoint_fakes import files_of  # noqa: E402
 from crash_oracle import build, remove  # noqa: E402
 from crash_states import Disk, read_tree  # noqa: E402
 from mirror_faults import URL, FaultyStorage, Killed  # noqa: E402
-from simulation import DistError, Distributed, Hub, Process, Ranks, Thread  # noqa: E402
+from simulation import DistError, Distributed, Hub, Process, Ranks  # noqa: E402
 
 from trainer.checkpoint import (  # noqa: E402
     finished,
@@ -59,7 +59,6 @@ from trainer.checkpoint import (  # noqa: E402
     start,
 )
 from trainer.checkpoint.choice import NoUsableCheckpointError  # noqa: E402
-from trainer.checkpoint.fsio import FileRecord, Operation  # noqa: E402
 from trainer.checkpoint.manifest import MANIFEST, TensorInfo, parse_manifest  # noqa: E402
 from trainer.checkpoint.storage import Storage  # noqa: E402
 from trainer.config import CheckpointConfig, ConfigError, TrainerConfig  # noqa: E402
@@ -108,24 +107,24 @@ class Fault(BaseException):
 
 class SimulatedWorld(World):
     @property
-    def mesh_sizes(self) -> dict[str, int]:
+    def mesh_sizes(self):
         return {"fsdp": self.size}
 
 
 class SmallSaver(save.Saver):
     """A saver whose files name their staging directory, step and rank."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self._agreement = save.Agreement(self.world, self.timeout_s)
         self.device = torch.device("cpu")
         self._tensors = {"weight": TensorInfo((2,), "float32")}
         source = SimpleNamespace(whole=None, adapter=None)
         self._plan = SimpleNamespace(source=source, others=(), num_bytes=0)
 
-    def size_bytes(self, state) -> int:
+    def size_bytes(self, state):
         return 0
 
-    def _write_shards(self, staging: Path, snapshot) -> list[FileRecord]:
+    def _write_shards(self, staging, snapshot):
         size = self.world.size
         rank = self.world.rank
         step = snapshot.position.step
@@ -134,7 +133,7 @@ class SmallSaver(save.Saver):
         content = f"{staging.name} {step} {rank}".encode()
         return [fsio.write_file(staging / name, content, root=staging) for name in names]
 
-    def _write_export(self, staging: Path, snapshot, written: list[FileRecord]) -> list[FileRecord]:
+    def _write_export(self, staging, snapshot, written):
         self._await_files(staging, written)
         if not self.world.is_main:
             return []
@@ -156,11 +155,11 @@ PARTS: Any = {
 class MirrorStorage(FaultyStorage):
     """The storage of the mirror; its faults are drawn."""
 
-    def __init__(self, schedule: "Schedule") -> None:
+    def __init__(self, schedule):
         super().__init__(faults={}, late_by=schedule.chance.randint(1, 25))
         self._schedule = schedule
 
-    def _strike(self) -> str:
+    def _strike(self):
         schedule = self._schedule
         if self._is_still or schedule.hub.current is None:
             return ""
@@ -176,7 +175,7 @@ class MirrorStorage(FaultyStorage):
             schedule.hub.die()
         return kind
 
-    def _change(self, paths: list[str], action: Callable[[], Any], half: Callable[[], Any]) -> None:
+    def _change(self, paths, action, half):
         try:
             super()._change(paths, action, half)
         except Killed:
@@ -187,7 +186,7 @@ class MirrorStorage(FaultyStorage):
 class Job:
     """One start of the command: a launcher, its ranks, and the processes of the mirror."""
 
-    def __init__(self, schedule: "Schedule", number: int) -> None:
+    def __init__(self, schedule, number):
         self.schedule = schedule
         self.number = number
         self.size = schedule.chance.randint(1, 3)
@@ -199,21 +198,21 @@ class Job:
         self._started("launcher", self._launch)
 
     @property
-    def is_over(self) -> bool:
+    def is_over(self):
         return all(process.is_over for process in self.processes)
 
-    def kill(self) -> None:
+    def kill(self):
         for process in self.processes:
             process.kill()
 
-    def _started(self, name: str, work: Callable[[], Any]) -> Process:
+    def _started(self, name, work):
         process = Process(f"{self.number} {name}", self.schedule.hub)
         process.group = Ranks([process], timeout_s=DIST_TIMEOUT_S)
         self.processes.append(process)
         self.schedule.hub.spawn(process, work)
         return process
 
-    def _launch(self) -> None:
+    def _launch(self):
         schedule = self.schedule
         hub = self.schedule.hub
         uploads = None
@@ -235,7 +234,7 @@ class Job:
             process.rank = rank
             process.group = group
 
-        def have_left() -> bool:
+        def have_left():
             return all(process.is_over for process in ranks)
 
         hub.wait("launcher", lambda: any(r.is_dead or r.error for r in ranks) or have_left())
@@ -251,7 +250,7 @@ class Job:
             schedule.judge_error(uploads, self)
             uploads.kill()
 
-    def _follow(self) -> None:
+    def _follow(self):
         schedule = self.schedule
         ending = SimpleNamespace(
             is_set=lambda: self.is_ending,
@@ -352,7 +351,7 @@ def train(
 class Schedule:
     """Everything that one seed draws. `run` raises `Fault`."""
 
-    def __init__(self, seed: int, work: Path, *, is_traced: bool = False) -> None:
+    def __init__(self, seed, work, *, is_traced=False):
         self.seed = seed
         self.chance = random.Random(seed)
         self.run_dir = work / "run"
@@ -389,12 +388,12 @@ class Schedule:
         self.is_power_lost_at_end = False
         self.saved = {}
 
-    def _drawn_events(self) -> list[tuple[int, str]]:
+    def _drawn_events(self):
         count = self.chance.choice((1, 1, 2, 2, 3, 4))
         kinds = self.chance.choices(list(EVENTS), weights=list(EVENTS.values()), k=count)
         return sorted((self.chance.randint(1, 450), kind) for kind in kinds)
 
-    def run(self) -> None:
+    def run(self):
         self.run_dir.mkdir(parents=True)
         self.follow_disk()
         with patched(self), closing(self.hub), closing_locks():
@@ -406,10 +405,10 @@ class Schedule:
             if not self.is_refused:
                 self._judge_end()
 
-    def begin_job(self) -> None:
+    def begin_job(self):
         self.jobs.append(Job(self, len(self.jobs)))
 
-    def _run_until(self, is_over: Callable[[], bool]) -> None:
+    def _run_until(self, is_over):
         while not is_over():
             if not self.hub.step():
                 waiting = [
@@ -424,7 +423,7 @@ class Schedule:
 
     # What goes wrong.
 
-    def _on_tick(self, thread: Thread) -> None:
+    def _on_tick(self, thread):
         if self.events and self.hub.ticks >= self.events[0][0]:
             kind = self.events[0][1]
             if self._happens(kind, thread):
@@ -433,7 +432,7 @@ class Schedule:
                 if self.hub.is_traced:
                     print(f"{self.hub.ticks:5} *** {kind}")
 
-    def _happens(self, kind: str, thread: Thread) -> bool:
+    def _happens(self, kind, thread):
         """Return False if this event is impossible now."""
         alive = [job for job in self.jobs if not job.is_over]
         job = self.chance.choice(alive)
@@ -464,7 +463,7 @@ class Schedule:
             return kind == "machine lost" and self.config.checkpoint.mirror is None
         return True
 
-    def _lose_power(self) -> None:
+    def _lose_power(self):
         self.is_power_lost_at_end = any(job.is_complete for job in self.jobs)
         for job in self.jobs:
             job.kill()
@@ -479,7 +478,7 @@ class Schedule:
             build(self.run_dir / name, tree)
         self.follow_disk()
 
-    def _lose_machine(self) -> None:
+    def _lose_machine(self):
         for job in self.jobs:
             job.kill()
             job.is_complete = False
@@ -488,32 +487,32 @@ class Schedule:
         self.disk = None
         self.promised, self.undone = self.up, set(self.up_undone)
 
-    def _steal(self, job: Job, main_rank: Process) -> None:
+    def _steal(self, job, main_rank):
         """Let the lock server forget its holder, and let another run take over."""
         self._unlock(main_rank)
         self.begin_job()
         thief = self.jobs[-1]
         main_rank.suspended_until = lambda: self.owner is thief or thief.is_over
 
-    def _unlock(self, process: Process) -> None:
+    def _unlock(self, process):
         """Simulate what the kernel does when a process ends."""
         for descriptor, inode in self._locks.pop(process, []):
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
-    def note_lock(self, descriptor: int) -> None:
+    def note_lock(self, descriptor):
         if (thread := self.hub.current) is not None:
             held = self._locks.setdefault(thread.process, [])
             held.append((descriptor, os.fstat(descriptor).st_ino))
 
     # What is on the disk.
 
-    def follow_disk(self) -> None:
+    def follow_disk(self):
         """Treat the content of the disk as durable, and follow every operation from here on."""
         self.disk = Disk(read_tree(self.run_dir), self.run_dir)
 
-    def observe(self, operation: Operation) -> None:
+    def observe(self, operation):
         thread = self.hub.current
         if thread is None:
             return
@@ -528,7 +527,7 @@ class Schedule:
     # What is promised.
 
     @contextmanager
-    def in_window(self) -> Iterator[Job | None]:
+    def in_window(self):
         """Mark the time after the main rank has checked that it holds the lock."""
         job = self._current_job()
         if job is None:
@@ -538,13 +537,13 @@ class Schedule:
         yield job
         job.window -= 1
 
-    def _current_job(self) -> Job | None:
+    def _current_job(self):
         thread = self.hub.current
         if thread is None:
             return None
         return next(job for job in self.jobs if thread.process in job.processes)
 
-    def commit(self, staging: Path, step: int, *, nonce: str) -> Path:
+    def commit(self, staging, step, *, nonce):
         with self.in_window() as job:
             if job is None:
                 return real_commit(staging, step, nonce=nonce)
@@ -554,7 +553,7 @@ class Schedule:
         self.promised = step
         return final
 
-    def _judge_save(self, staging: Path, step: int, job: Job) -> Contents:
+    def _judge_save(self, staging, step, job):
         if job is not self.owner:
             raise Fault(f"job {job.number} commits, the directory is another's")
         contents = files_of(staging)
@@ -566,7 +565,7 @@ class Schedule:
                     raise Fault(f"{name} of step {step} is {contents.get(name)!r}")
         return contents
 
-    def decide(self, run_dir: Path, target: layout.CheckpointInfo, **settings):
+    def decide(self, run_dir, target, **settings):
         with self.in_window():
             self.promised = target.step
             self.up = None if self.up is None else min(self.up, target.step)
@@ -574,7 +573,7 @@ class Schedule:
             self.undone |= set(rollbacks.entries[-1].discarded)
         return rollbacks
 
-    def sync(self, uploader: upload.Uploader) -> None:
+    def sync(self, uploader):
         real_sync(uploader)
         pointer = layout.read_pointer(self.run_dir).step
         if not uploader.is_behind and pointer is not None:
@@ -582,7 +581,7 @@ class Schedule:
             self.up = pointer if is_here else self.up
             self.up_undone = set(self.undone)
 
-    def judge(self, found: layout.CheckpointInfo | None) -> None:
+    def judge(self, found):
         if found is None:
             if self.promised is not None:
                 raise Fault(f"starts anew, step {self.promised} was saved")
@@ -593,7 +592,7 @@ class Schedule:
             raise Fault(f"continues from step {found.step}, step {self.promised} was saved")
         self.judge_whole(found)
 
-    def judge_error(self, process: Process, job: Job) -> None:
+    def judge_error(self, process, job):
         """Raise `Fault` unless a run ends well, or with an error that a user can expect."""
         error = process.error
         if error is None or isinstance(error, EXPECTED):
@@ -607,7 +606,7 @@ class Schedule:
         text = "".join(traceback.format_exception(error))
         raise Fault(f"{process.name} ends with {error!r}\n{text}")
 
-    def _judge_end(self) -> None:
+    def _judge_end(self):
         chosen = start.candidates_of(self.config).chosen
         if chosen is None or chosen.step != TOTAL:
             raise Fault(f"complete, and continues from {chosen}")
@@ -625,14 +624,14 @@ class Schedule:
         if self.up == TOTAL:
             self._judge_mirror()
 
-    def judge_whole(self, info: layout.CheckpointInfo) -> None:
+    def judge_whole(self, info):
         saved = self.saved[info.manifest.nonce]
         now = files_of(info.path)
         different = {name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)}
         if different - {layout.PUBLISHED, finished.FILE_NAME}:
             raise Fault(f"{info.path.name} is not as saved: {sorted(different)}")
 
-    def _judge_mirror(self) -> None:
+    def _judge_mirror(self):
         """Let a machine with an empty disk restore the last checkpoint."""
         other = self.run_dir.with_name("machine")
         config = replace(self.config, default_local_dir=str(other))
@@ -656,7 +655,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
     chance = schedule.chance
     dist = Distributed(hub, chance)
 
-    def pausing(place: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def pausing(place, real):
         def call(*args, **kwargs):
             hub.pause(place)
             return real(*args, **kwargs)
@@ -665,18 +664,18 @@ def patched(schedule: Schedule) -> Iterator[None]:
 
     in_window = schedule.in_window()  # as a decorator: entered anew at each call
 
-    def try_lock(descriptor: int) -> bool | None:
+    def try_lock(descriptor):
         hub.pause("lock")
         taken = real_try_lock(descriptor)
         if taken:
             schedule.note_lock(descriptor)
         return taken
 
-    def begun(work: Callable[[], Any], *, name: str | None = None):
+    def begun(work, *, name=None):
         thread = hub.current
         return hub.spawn(thread.process, work)
 
-    def wait(threads: list[Thread], timeout_s: float) -> None:
+    def wait(threads, timeout_s):
         hub.wait("wait", lambda: all(t.done() for t in threads), timeout_s=timeout_s)
 
     serial = nullcontext(SimpleNamespace(map=lambda work, items: iter([*map(work, items)])))

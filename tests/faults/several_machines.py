@@ -62,7 +62,7 @@ class Cluster:
     launchers: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     killed: set[str] = field(default_factory=set)
 
-    def start(self, host: Host) -> None:
+    def start(self, host):
         """Start the launcher on one machine. All machines know the name of the first one."""
         env = {
             **os.environ,
@@ -83,21 +83,21 @@ class Cluster:
             launcher = host.start(command, cwd=self.run_dir.parent, env=env, log=log)
         self.launchers[host.name] = launcher
 
-    def log(self, host: Host) -> Path:
+    def log(self, host):
         return self.run_dir.with_suffix(f".{host.name}.log")
 
-    def wait_for_step(self, step: int) -> None:
+    def wait_for_step(self, step):
         deadline = time.monotonic() + LIMIT_S
         while max(curve(self.run_dir), default=0) < step:
             logs = [self.log(host).read_text(errors="replace") for host in self.hosts]
             assert time.monotonic() < deadline, "\n".join([f"no step {step}:", *logs])
             time.sleep(0.01)
 
-    def kill(self, host: Host) -> None:
+    def kill(self, host):
         self.killed.add(host.name)
         host.kill()
 
-    def codes(self) -> Codes:
+    def codes(self):
         """Return the exit code of each machine's launcher, or the end of its log if it hangs."""
         deadline = time.monotonic() + LIMIT_S
         codes = {}
@@ -181,13 +181,13 @@ CASES = (
 class Campaign:
     """Runs cases one after another. The first, undisturbed run is the reference for the others."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         self.words = (*tiny_model(root), *WORDS)
         self.straight = None
         self._num_runs = 0
 
-    def run(self, case: Case) -> dict[str, Any]:
+    def run(self, case):
         """Return codes and seconds of the struck start, codes of the next start, and the faults."""
         run_dir = self.root / f"run{self._num_runs}"
         self._num_runs += 1
@@ -206,7 +206,7 @@ class Campaign:
             faults += _differences(self.straight, run_dir, is_same_size=is_same_size)
         return {**result, "faults": faults}
 
-    def _start(self, run_dir: Path, case: Case) -> tuple[Codes, float]:
+    def _start(self, run_dir, case):
         """Return the codes, and the seconds from the strike (or from the start, without one) to the
         end.
         """

@@ -5,10 +5,8 @@ picks the next process, lets time pass, fails the operation or kills the process
 never runs again: no `finally` of its code has an effect until the schedule is over.
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,14 +34,14 @@ class Process:
     suspended_until: Callable[[], bool] | None = None
 
     @property
-    def is_over(self) -> bool:
+    def is_over(self):
         return self.is_dead or self.threads[0].is_over
 
     @property
-    def error(self) -> BaseException | None:
+    def error(self):
         return self.threads[0].error
 
-    def kill(self) -> None:
+    def kill(self):
         if not self.is_over:
             self.is_dead = True
             self.hub.on_death(self)
@@ -52,7 +50,7 @@ class Process:
 class Thread:
     """`result` and `done` behave like those of a future."""
 
-    def __init__(self, process: Process, work: Callable[[], Any]) -> None:
+    def __init__(self, process, work):
         self.process = process
         self._work = work
         # a thread that ends goes on in its parent: the hub, not the thread that started it
@@ -66,7 +64,7 @@ class Thread:
         self.place = "begins"
         process.threads.append(self)
 
-    def _run(self) -> None:
+    def _run(self):
         try:
             self.value = self._work()
         except Exception as error:
@@ -74,7 +72,7 @@ class Thread:
         self.is_over = True
 
     @property
-    def can_run(self) -> bool:
+    def can_run(self):
         process = self.process
         if self.is_over or process.is_dead or process.threads[0].is_over:
             return False
@@ -86,7 +84,7 @@ class Thread:
         is_late = self.deadline is not None and self.deadline <= hub.now
         return self.ready is None or is_late or self.ready()
 
-    def done(self) -> bool:
+    def done(self):
         return self.is_over
 
     def result(self):
@@ -99,7 +97,7 @@ class Thread:
 class Hub:
     """Runs all processes of a schedule."""
 
-    def __init__(self, chance: random.Random, on_tick: Callable[[Thread], None]) -> None:
+    def __init__(self, chance, on_tick):
         """`on_tick` is called before a thread continues. It may kill the thread, or set a
         `failure`.
         """
@@ -116,21 +114,19 @@ class Hub:
         self._is_closing = False
 
     @property
-    def current(self) -> Thread | None:
+    def current(self):
         """The running thread; None in the hub itself."""
         return None if getcurrent() is self.main else self._last
 
-    def spawn(self, process: Process, work: Callable[[], Any]) -> Thread:
+    def spawn(self, process, work):
         thread = Thread(process, work)
         self._threads.append(thread)
         return thread
 
-    def pause(self, place: str) -> None:
+    def pause(self, place):
         self.wait(place, None)
 
-    def wait(
-        self, place: str, ready: Callable[[], bool] | None, *, timeout_s: float | None = None
-    ) -> bool:
+    def wait(self, place, ready, *, timeout_s=None):
         """Yield until `ready`. Return False if that does not happen within `timeout_s`."""
         if self._is_closing:
             raise GreenletExit
@@ -147,16 +143,16 @@ class Hub:
             raise failure
         return ready is None or ready()
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.wait("sleep", lambda: False, timeout_s=seconds)
 
-    def die(self) -> None:
+    def die(self):
         """Kill the running process immediately."""
         thread = self.current
         thread.process.kill()
         self.main.switch()
 
-    def step(self) -> bool:
+    def step(self):
         """Let one thread run to its next operation. Return False if no thread can ever continue."""
         self._bury()
         able = [thread for thread in self._threads if thread.can_run]
@@ -180,14 +176,14 @@ class Hub:
             thread.greenlet.switch()
         return True
 
-    def close(self) -> None:
+    def close(self):
         """End all threads after the schedule. Otherwise their frames would stay in memory."""
         self._is_closing = True
         for thread in (*self._threads, *self._graveyard):
             if not thread.greenlet.dead:
                 thread.greenlet.throw(GreenletExit)
 
-    def _bury(self) -> None:
+    def _bury(self):
         """Dead threads are kept, so that none of their `finally` blocks runs before the end."""
         ended = [t for t in self._threads if t.is_over or t.process.is_over]
         for thread in ended:
@@ -198,7 +194,7 @@ class Hub:
 class Ranks:
     """A process group: messages between the ranks of one job."""
 
-    def __init__(self, processes: list[Process], *, timeout_s: float) -> None:
+    def __init__(self, processes, *, timeout_s):
         self.processes = processes
         self.timeout_s = timeout_s
         self.messages = {}
@@ -206,7 +202,7 @@ class Ranks:
         self.calls = [0] * len(processes)
         self.left = set()
 
-    def is_gone(self, rank: int) -> bool:
+    def is_gone(self, rank):
         return rank in self.left or self.processes[rank].is_over
 
 
@@ -215,18 +211,18 @@ class Distributed:
 
     DistError = DistError
 
-    def __init__(self, hub: Hub, chance: random.Random) -> None:
+    def __init__(self, hub, chance):
         self._hub = hub
         self._chance = chance
         self._new = {}
         self._made = {}
 
     @property
-    def _process(self) -> Process:
+    def _process(self):
         thread = self._hub.current
         return thread.process
 
-    def new_group(self, *, backend: str, timeout: timedelta) -> Ranks:
+    def new_group(self, *, backend, timeout):
         """The n-th calls of all ranks create the same group. Collective."""
         process = self._process
         self._gather(process.group, None)
@@ -237,22 +233,22 @@ class Distributed:
             self._new[key] = Ranks(members, timeout_s=timeout.total_seconds())
         return self._new[key]
 
-    def get_world_size(self) -> int:
+    def get_world_size(self):
         return len(self._process.group.processes)
 
-    def destroy_process_group(self, group: Ranks) -> None:
+    def destroy_process_group(self, group):
         group.left.add(self._process.rank)
 
-    def all_gather_object(self, found: list[Any], value, group: Ranks | None = None) -> None:
+    def all_gather_object(self, found, value, group=None):
         found[:] = self._gather(group or self._process.group, value)
 
-    def broadcast_object_list(self, values: list[Any], src: int) -> None:
+    def broadcast_object_list(self, values, src):
         values[:] = self._gather(self._process.group, list(values))[src]
 
-    def all_reduce(self, tensor) -> None:
+    def all_reduce(self, tensor):
         tensor.copy_(sum(self._gather(self._process.group, tensor.clone())))
 
-    def _gather(self, group: Ranks, value) -> list[Any]:
+    def _gather(self, group, value):
         """Each rank leaves as it likes; one that fails or dies meanwhile leaves the others alone."""
         rank = self._process.rank
         number = group.calls[rank]
@@ -261,7 +257,7 @@ class Distributed:
         slot[rank] = value
         everyone = range(len(group.processes))
 
-        def is_settled() -> bool:
+        def is_settled():
             return len(slot) == len(group.processes) or any(
                 r not in slot and group.is_gone(r) for r in everyone
             )
@@ -271,31 +267,31 @@ class Distributed:
             self._lose(group)
         return [slot[r] for r in everyone]
 
-    def _lose(self, group: Ranks) -> None:
+    def _lose(self, group):
         """Peers are gone: this rank learns it at once, or hears nothing until its timeout."""
         if self._chance.random() < 0.5:
             self._hub.wait("no answer", lambda: False, timeout_s=group.timeout_s)
         raise DistError("Connection closed by peer")
 
-    def isend(self, tensor, destination: int, group: Ranks):
+    def isend(self, tensor, destination, group):
         self._send(destination, group)
         return SimpleNamespace(wait=lambda timeout: None)
 
-    def send(self, tensor, destination: int, group: Ranks) -> None:
+    def send(self, tensor, destination, group):
         self._hub.pause("send")
         self._send(destination, group)
 
-    def _send(self, destination: int, group: Ranks) -> None:
+    def _send(self, destination, group):
         if group.is_gone(destination):
             raise DistError("Connection closed by peer")
         key = self._process.rank, destination
         group.messages[key] = group.messages.get(key, 0) + 1
 
-    def irecv(self, tensor, source: int, group: Ranks):
+    def irecv(self, tensor, source, group):
         key = source, self._process.rank
 
-        def wait(timeout: timedelta) -> None:
-            def is_settled() -> bool:
+        def wait(timeout):
+            def is_settled():
                 return group.messages.get(key, 0) > 0 or group.is_gone(source)
 
             self._hub.wait("receive", is_settled, timeout_s=timeout.total_seconds())

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from faults import allocations
 from faults.allocations import RECIPE, Scene, unnamed
@@ -13,7 +12,6 @@ from sweeps import short_or_full
 from toy_runs import run
 
 from trainer.checkpoint import fsio
-from trainer.runtime.distributed import World
 
 NUM_CASES = short_or_full(2, full=20)
 
@@ -27,11 +25,11 @@ def test_a_failed_allocation_is_named_and_harms_nothing(tmp_path):
     assert sum(result["counts"].values()) == NUM_CASES
 
 
-def train_without_memory_to_delete(world: World, run_dir: Path, scene: Scene) -> int:
+def train_without_memory_to_delete(world, run_dir, scene):
     """Repeats allocation 1030 of seed 8: no memory to list the trash of the last rotation."""
     listed = fsio.list_dir
 
-    def list_dir(path: Path) -> list[str]:
+    def list_dir(path):
         if path.name.startswith(".trash_global_step_6"):
             raise MemoryError
         return listed(path)

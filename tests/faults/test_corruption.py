@@ -5,7 +5,7 @@ from the previous checkpoint.
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,7 @@ BLOCK_BYTES = 4 << 10
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def real(tmp_path_factory):
     """A run directory in memory with two checkpoints of two ranks. Tests do not change it."""
     place = tmp_path_factory.mktemp("real")
     if os.access("/dev/shm", os.W_OK):
@@ -44,14 +44,14 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.rmtree(place)
 
 
-def files_of(run_dir: Path) -> list[str]:
+def files_of(run_dir):
     """Return the name of every file with content in the newest checkpoint."""
     root = run_dir / layout.step_dir_name(NEW)
     names = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
     return sorted(name for name in names if name not in (layout.PUBLISHED, finished.FILE_NAME))
 
 
-def start_of(run_dir: Path) -> tuple[int | None, str]:
+def start_of(run_dir):
     """Return the step from which a start continues, and its messages about other checkpoints."""
     selection = choice.select(run_dir)
     said = [note for note in selection.notes if "skipped" in note]
@@ -63,7 +63,7 @@ def start_of(run_dir: Path) -> tuple[int | None, str]:
     return None, "\n".join(said)
 
 
-def require_found(run_dir: Path, what: str, *names: str) -> None:
+def require_found(run_dir, what, *names):
     """The damage to one of these files is named. The run continues from the older checkpoint,
     unless only the export is damaged.
     """
@@ -74,26 +74,26 @@ def require_found(run_dir: Path, what: str, *names: str) -> None:
     assert layout.step_dir_name(NEW) in said
 
 
-def flip(data: bytearray, chance: random.Random) -> None:
+def flip(data, chance):
     data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
 
 
-def truncate(data: bytearray, chance: random.Random) -> None:
+def truncate(data, chance):
     del data[chance.randrange(len(data.rstrip())) :]  # the end of line after JSON says nothing
 
 
-def zero(data: bytearray, chance: random.Random) -> None:
+def zero(data, chance):
     """Zero a block of the disk, or a smaller file, that was not already zero."""
     blocks = [slice(start, start + BLOCK_BYTES) for start in range(0, len(data), BLOCK_BYTES)]
     block = chance.choice([block for block in blocks if any(data[block])])
     data[block] = bytes(len(data[block]))
 
 
-def append(data: bytearray, chance: random.Random) -> None:
+def append(data, chance):
     data += chance.randbytes(chance.randrange(1, 100)) + b"."
 
 
-def shift(data: bytearray, chance: random.Random) -> None:
+def shift(data, chance):
     """Remove one byte and append one."""
     del data[chance.randrange(len(data) // 2)]
     data += b"."
@@ -103,9 +103,7 @@ DAMAGES = {flip: NUM_FLIPS} | dict.fromkeys((truncate, zero, append, shift), NUM
 
 
 @contextmanager
-def damaged(
-    path: Path, damage: Callable[[bytearray, random.Random], None], chance: random.Random
-) -> Iterator[None]:
+def damaged(path, damage, chance):
     """Change the file in place, and restore it at the end."""
     original = path.read_bytes()
     changed = bytearray(original)
@@ -133,7 +131,7 @@ def test_every_change_of_bytes_in_every_file_is_found(real):
 
 
 @contextmanager
-def moved(path: Path, to: Path) -> Iterator[None]:
+def moved(path, to):
     os.rename(path, to)
     try:
         yield
@@ -197,7 +195,7 @@ POINTERS: tuple[bytes | None, ...] = (
 """None: no file. Step 25 is not committed, and 30 is the newest."""
 
 
-def mark_of(run_dir: Path, step: int) -> Path:
+def mark_of(run_dir, step):
     return run_dir / layout.step_dir_name(step) / layout.PUBLISHED
 
 

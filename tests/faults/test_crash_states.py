@@ -8,12 +8,11 @@ from pathlib import Path
 
 import toy_runs
 from checkpoint_fakes import Run, is_whole
-from crash_oracle import Explorer, Promise, Report, visible
+from crash_oracle import Explorer, Promise, visible
 from crash_states import (
     ACKNOWLEDGED,
     MOVED_BACK,
     Disk,
-    TimedOperation,
     Tree,
     coalesced,
     merge,
@@ -26,7 +25,6 @@ from toy import write_model_config
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.fsio import Operation
-from trainer.runtime.distributed import World
 
 NUM_STATES = short_or_full(2_000, full=10_000)
 """The minimum number of different states to judge."""
@@ -49,11 +47,11 @@ class Recorded:
     log: list[Operation]
     promise: Promise
 
-    def explore(self, explorer: Explorer, *, first: int = 0) -> Report:
+    def explore(self, explorer, *, first=0):
         return explorer.explore(self.log, self.start, self.root, self.promise, first=first)
 
 
-def record(run: Run, prepare: Act, act: Act) -> Recorded:
+def record(run, prepare, act):
     """Record `act`. The result of `prepare` is durable at its beginning."""
     run.run_dir.mkdir(parents=True)
     with recording() as before:
@@ -67,8 +65,8 @@ def record(run: Run, prepare: Act, act: Act) -> Recorded:
     return Recorded(run.run_dir, start, merge(log), promise)
 
 
-def save(*steps: int) -> Act:
-    def act(run: Run) -> None:
+def save(*steps):
+    def act(run):
         for step in steps:
             run.step = step - 1
             run.save()
@@ -76,7 +74,7 @@ def save(*steps: int) -> Act:
     return act
 
 
-def move_back(run: Run, step: int) -> None:
+def move_back(run, step):
     """Do what a user does with an editor and `sync`. Before the sync, either step may be found."""
     fsio.phase(f"{ACKNOWLEDGED}.{step}")
     fsio.atomic_write(run.run_dir / layout.POINTER, str(step).encode())
@@ -84,24 +82,24 @@ def move_back(run: Run, step: int) -> None:
     run.step = step
 
 
-def saved_and_moved_back(run: Run) -> None:
+def saved_and_moved_back(run):
     save(10, 20, 30)(run)
     move_back(run, 20)
 
 
-def continued_and_moved_back(run: Run) -> None:
+def continued_and_moved_back(run):
     save(25, 30, 35)(run)  # 30 again: the abandoned one is set aside
     move_back(run, 30)
 
 
-def damage_newest(run: Run) -> None:
+def damage_newest(run):
     save(10, 20)(run)
     (run.run_dir / layout.step_dir_name(20) / layout.DATA).unlink()
     move_back(run, 10)
     (run.run_dir / layout.POINTER).write_bytes(b"20")
 
 
-def restart_and_save(run: Run) -> None:
+def restart_and_save(run):
     run.restart()
     save(20)(run)
 
@@ -126,7 +124,7 @@ def test_no_power_loss_loses_a_checkpoint(memory_dir):
     assert len(explorer.outcomes) >= NUM_STATES
 
 
-def restart_from_some(explorer: Explorer, report: Report, keep: int) -> None:
+def restart_from_some(explorer, report, keep):
     """Restart from some states. A restart leaves nothing behind, and the power may fail again in it
     and in a following save.
     """
@@ -145,9 +143,7 @@ def restart_from_some(explorer: Explorer, report: Report, keep: int) -> None:
         explorer.explore(merge(log), state, root, promise).require_good()
 
 
-def save_recorded(
-    world: World, run_dir: Path, source, recipe: toy_runs.Recipe
-) -> list[TimedOperation]:
+def save_recorded(world, run_dir, source, recipe):
     with recording() as log:
         toy_runs.run(world, run_dir, source, recipe)
     return log
@@ -171,7 +167,7 @@ def test_no_power_loss_in_the_save_of_two_ranks_loses_a_checkpoint(memory_dir):
     assert len(explorer.outcomes) > 1000 and report.num_sampled_cuts > 50
 
 
-def whole_in(log: list[Operation], root: Path) -> Callable[[Path], bool]:
+def whole_in(log, root):
     """Judge a directory by the content that the log had written when the directory got its final
     name.
     """
@@ -182,7 +178,7 @@ def whole_in(log: list[Operation], root: Path) -> Callable[[Path], bool]:
         if operation.kind == "rename" and operation.target is not None:
             written[operation.target.name] = disk.now(operation.target)
 
-    def judge(path: Path) -> bool:
+    def judge(path):
         entries = read_tree(path)
         return tuple(e for e in entries if e[0] != layout.PUBLISHED) == written[path.name]
 
@@ -215,7 +211,7 @@ SYNCS = {
 
 
 def test_every_sync_left_out_shows_unless_it_is_known_to_be_spare(memory_dir):
-    def act(run: Run) -> None:
+    def act(run):
         save(22, 25)(run)  # with 25 the oldest is deleted
         move_back(run, 20)
 
@@ -233,7 +229,7 @@ def test_every_sync_left_out_shows_unless_it_is_known_to_be_spare(memory_dir):
     assert found == SYNCS
 
 
-def role_of(recorded: Recorded, index: int) -> str:
+def role_of(recorded, index):
     """Name a sync without the numbers of its save and, for a directory, with the preceding
     operation in it.
     """
@@ -249,7 +245,7 @@ def role_of(recorded: Recorded, index: int) -> str:
     return f"fsync_dir {name}{reason}"
 
 
-def plain(path: Path | str) -> str:
+def plain(path):
     text = re.sub(r"^\.(trash)_global.*", r".\1", str(path))
     text = re.sub(r"(\.staging_)?global_step_\d+(\.[0-9a-f]{8})?", "global_step_N", text)
     return re.sub(r"^\.(latest.*)\.[0-9a-f]{8}\.tmp$", r"\1", text)

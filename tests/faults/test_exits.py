@@ -24,30 +24,30 @@ Before = Callable[[], None]
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory) -> tuple[str, ...]:
+def words(tmp_path_factory):
     model = tiny_model(tmp_path_factory.mktemp("exits"))
     return (*model, "data.num_workers=1", "trainer.total_training_steps=4")
 
 
-def assert_given_back(run_dir: Path, code: int) -> None:
+def assert_given_back(run_dir, code):
     """The lock is empty, and the log has the exit code of the process."""
     assert is_given_back(run_dir) and logged_exit_code(run_dir) == code
 
 
-def crash_in_third_step() -> None:
-    def crash(run, step: int) -> None:
+def crash_in_third_step():
+    def crash(run, step):
         if step == 3:
             raise RuntimeError("something nobody thought of")
 
     before_steps(crash)
 
 
-def refuse(number: int, kinds: str, name: str = "global", *, is_patient: bool = False) -> None:
+def refuse(number, kinds, name="global", *, is_patient=False):
     """From now on these kinds of file operations fail, as on a full or read-only disk. Unless it is
     patient, the run retries at once.
     """
 
-    def observe(operation: fsio.Operation) -> None:
+    def observe(operation):
         if operation.kind in kinds.split() and name in str(operation.path):
             raise OSError(number, "simulated", str(operation.path))
 
@@ -56,7 +56,7 @@ def refuse(number: int, kinds: str, name: str = "global", *, is_patient: bool = 
         be_impatient()
 
 
-def be_impatient() -> None:
+def be_impatient():
     manager.REQUIRED_RETRY_AFTER_S = (0.1, 0.1)
     manager.RETRY_AFTER_S = (0.0, 0.0)
 
@@ -107,10 +107,10 @@ class Ending:
     disturb: Callable[[Path], object] | None = None
 
 
-def leave_it(run_dir: Path) -> None: ...
+def leave_it(run_dir): ...
 
 
-def rename_away(run_dir: Path) -> None:
+def rename_away(run_dir):
     run_dir.rename(run_dir.with_name("elsewhere"))
 
 

@@ -2,8 +2,6 @@
 
 import logging
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from faults.fuzz import CORPUS, MAX_INPUT_BYTES, make_targets, run_input
@@ -20,13 +18,13 @@ FRAGMENTS = (
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def quiet():
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
-def changed(data: bytes, chance: random.Random) -> bytes:
+def changed(data, chance):
     """Return the input with one to four places flipped, cut, doubled or replaced by a fragment."""
     mutant = bytearray(data)
     for _ in range(chance.randint(1, 4)):
@@ -40,7 +38,7 @@ def changed(data: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_strange_input_is_answered_with_an_error_of_ours(name: str, tmp_path: Path) -> None:
+def test_a_strange_input_is_answered_with_an_error_of_ours(name, tmp_path):
     seeds = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
     chance = random.Random(name)
     mutants = [changed(chance.choice(seeds), chance) for _ in range(NUM_MUTANTS)]

@@ -18,7 +18,7 @@ STRIKES = short_or_full({"kill": 3, "preempt": 2}, full={"kill": 8, "preempt": 4
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory) -> Campaign:
+def campaign(tmp_path_factory):
     return Campaign(tmp_path_factory.mktemp("campaign"), seed=SEED)
 
 

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -28,9 +26,7 @@ from trainer.tools.verify.equality import compare_runs
 from trainer.train.start.compose import load_config
 
 
-def train(
-    *words: str, log: Path, before: Callable[[], None] | None = None
-) -> tuple[int | None, str]:
+def train(*words, log, before=None):
     """Train on two ranks as the launcher does."""
     with mirrored(load_config(list(words)), NodeLayout()) as refusal:
         if refusal is not None:
@@ -62,7 +58,7 @@ def test_a_machine_that_is_lost_is_continued_on_another_bit_by_bit(tmp_path):
 
 
 @pytest.fixture
-def bucket(monkeypatch) -> Iterator[str]:
+def bucket(monkeypatch):
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -97,7 +93,7 @@ def test_s3_holds_a_run_and_gives_it_back(bucket, tmp_path, capfd):
     assert {name for name in names if "step" in name} == {"global_step_4", "global_step_8"}
 
 
-def config_words(run_dir: Path, url: str) -> list[str]:
+def config_words(run_dir, url):
     return [f"trainer.default_local_dir={run_dir}", f"trainer.checkpoint.mirror={url}"]
 
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import chdir
 from functools import partial
 from pathlib import Path
@@ -41,12 +40,12 @@ WORDS = (
 )
 
 
-def quickstart_rows(first: int, end: int) -> str:
+def quickstart_rows(first, end):
     return "".join(TRAIN_FILE.read_text().splitlines(keepends=True)[first:end])
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory) -> Path:
+def machine(tmp_path_factory):
     """The files of a machine, to be copied."""
     root = tmp_path_factory.mktemp("machine")
     tiny_model(root)
@@ -56,17 +55,17 @@ def machine(tmp_path_factory) -> Path:
     return root
 
 
-def other_rows(root: Path) -> None:
+def other_rows(root):
     """Write the same number of different rows."""
     (root / "data.jsonl").write_text(quickstart_rows(NUM_ROWS, 2 * NUM_ROWS))
 
 
-def other_weights(root: Path) -> None:
+def other_weights(root):
     file = root / "model" / "model.safetensors"
     change_tensors(file, lambda tensors: [tensor.add_(0.05) for tensor in tensors.values()])
 
 
-def other_tokenizer(root: Path) -> None:
+def other_tokenizer(root):
     """Exchange the ids of two tokens."""
     file = root / "model" / "tokenizer.json"
     tree = json.loads(file.read_text())
@@ -76,7 +75,7 @@ def other_tokenizer(root: Path) -> None:
     file.write_text(json.dumps(tree))
 
 
-def other_template(root: Path) -> None:
+def other_template(root):
     (root / "chat.jinja").write_text(TEMPLATE + "{# another one #}")
 
 
@@ -88,17 +87,17 @@ CHANGES = {
 }
 
 
-def machines_of(machine: Path, root: Path, count: int) -> list[Path]:
+def machines_of(machine, root, count):
     return [Path(shutil.copytree(machine, root / f"machine{number}")) for number in range(count)]
 
 
-def words_of(machine: Path) -> tuple[str, ...]:
+def words_of(machine):
     used = ("model.fsdp", "trainer.device", "data.train_b")
     small = [word for word in tiny_model(machine) if word.startswith(used)]
     return (*small, *WORDS)
 
 
-def enter_machine(root: Path) -> None:
+def enter_machine(root):
     """Change to the directory of this rank's machine."""
     os.chdir(root / f"machine{os.environ['RANK']}")
 
@@ -130,18 +129,18 @@ def test_ranks_with_equal_files_at_different_places_train(tmp_path, machine):
 # What follows changes files at moments of the start.
 
 
-def grow(path: Path) -> None:
+def grow(path):
     """Append rows, like a process that is still writing the file."""
     with path.open("a") as file:
         file.write(quickstart_rows(0, 5))
 
 
-def swap(path: Path) -> None:
+def swap(path):
     """Write different rows into the same file."""
     path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
 
 
-def change_at(root: Path, change: Callable[[Path], None], moment: int | str) -> None:
+def change_at(root, change, moment):
     """Change the data at a heartbeat while it is prepared, or when rank 0 enters a phase. The other
     rank then reads the changed data.
     """
@@ -155,14 +154,14 @@ def change_at(root: Path, change: Callable[[Path], None], moment: int | str) -> 
     enter = Heartbeat.enter
     num_beats = 0
 
-    def act() -> None:
+    def act():
         try:
             done.touch(exist_ok=False)
         except FileExistsError:
             return
         change(Path("data.jsonl"))
 
-    def beating(self: Heartbeat) -> None:
+    def beating(self):
         nonlocal num_beats
         beat(self)
         if self._phase_name == "prepare":
@@ -170,7 +169,7 @@ def change_at(root: Path, change: Callable[[Path], None], moment: int | str) -> 
             if num_beats == moment:
                 act()
 
-    def entering(self: Heartbeat, phase: str, *, limit_s: float | None) -> None:
+    def entering(self, phase, *, limit_s):
         if phase == moment and os.environ["RANK"] == "0":
             act()
         enter(self, phase, limit_s=limit_s)
@@ -182,7 +181,7 @@ def change_at(root: Path, change: Callable[[Path], None], moment: int | str) -> 
     Heartbeat.enter = entering
 
 
-def fingerprint(machine: Path, words: tuple[str, ...], *more: str) -> str:
+def fingerprint(machine, words, *more):
     with chdir(machine):
         return prepare_inputs(load_config([*words, *more]), progress=lambda: None).train.fingerprint
 

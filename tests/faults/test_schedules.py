@@ -1,7 +1,6 @@
 """Random schedules of ranks, disk and mirror break no promise. A missing safeguard is detected."""
 
 import logging
-from typing import Any
 
 import pytest
 import schedules
@@ -32,11 +31,11 @@ def test_no_drawn_schedule_breaks_a_promise(part):
     assert met.keys() >= schedules.EVENTS.keys(), "every kind of trouble happens"
 
 
-def nothing(*args, **kwargs) -> None:
+def nothing(*args, **kwargs):
     return None
 
 
-def own_answer_only(self: Agreement, *, value, error, deadline: float) -> list[Any]:
+def own_answer_only(self, *, value, error, deadline):
     return [value] * self.world.size
 
 

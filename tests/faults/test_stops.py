@@ -9,7 +9,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 from whole_equality import compare_runs
@@ -35,37 +34,37 @@ Before = Callable[[], None]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> tuple[str, ...]:
+def base(tmp_path_factory):
     return (*tiny_model(tmp_path_factory.mktemp("stops")), *RECIPE)
 
 
 @pytest.fixture(scope="module")
-def straight(base: tuple[str, ...], tmp_path_factory) -> Path:
+def straight(base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("straight") / "straight"
     train(run_dir, 1, *base)
     return run_dir
 
 
 @pytest.fixture
-def run_dir(tmp_path) -> Path:
+def run_dir(tmp_path):
     return tmp_path / "run"
 
 
 @pytest.fixture
-def start(base: tuple[str, ...], run_dir: Path) -> Callable[..., str]:
+def start(base, run_dir):
     return partial(train, run_dir, 1, *base)
 
 
 # The following functions change the process of the run before it begins.
 
 
-def learn_nothing(*, stop_in: int | None = None) -> None:
+def learn_nothing(*, stop_in=None):
     """No validation is better than the first. A signal arrives during validation `stop_in`."""
     from trainer.train.detection.validations import ValidationWatch
 
     observe = ValidationWatch.observe
 
-    def rising(self: ValidationWatch, step: int, *, val_loss: float, **settings) -> bool:
+    def rising(self, step, *, val_loss, **settings):
         return observe(self, step, val_loss=val_loss + step, **settings)
 
     ValidationWatch.observe = rising  # type: ignore[assignment]
@@ -73,14 +72,14 @@ def learn_nothing(*, stop_in: int | None = None) -> None:
         stop_in_validation(stop_in)
 
 
-def stop_in_validation(count: int) -> None:
+def stop_in_validation(count):
     """The signal arrives during the `count`-th validation."""
     from trainer.train.validation import Validation
 
     begin = Validation.__init__
     seen = []
 
-    def __init__(self: Validation, *arguments, **settings) -> None:  # noqa: N807
+    def __init__(self, *arguments, **settings):  # noqa: N807
         seen.append(self)
         begin(self, *arguments, **settings)
         if len(seen) == count:
@@ -89,7 +88,7 @@ def stop_in_validation(count: int) -> None:
     Validation.__init__ = __init__  # type: ignore[method-assign]
 
 
-def kill_before(run_dir: Path, module: str, name: str) -> None:
+def kill_before(run_dir, module, name):
     """After the last step it is killed instead of this call."""
     holder = importlib.import_module(module)
     whole = getattr(holder, name)
@@ -113,13 +112,13 @@ SCENARIOS: dict[str, list[Before]] = {
 }
 
 
-def steps_of_validations(run_dir: Path) -> list[int]:
+def steps_of_validations(run_dir):
     """Return the steps as written, including those of earlier attempts."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return sorted(row["step"] for row in map(json.loads, lines) if row["kind"] == "val")
 
 
-def state_of(run_dir: Path) -> dict[str, tuple[int, int]]:
+def state_of(run_dir):
     return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in run_dir.rglob("*")}
 
 
@@ -133,7 +132,7 @@ def test_no_validation_is_lost_by_a_stop(start, straight, run_dir, scenario):
 
 
 @pytest.fixture(scope="module")
-def owing(base: tuple[str, ...], tmp_path_factory) -> Path:
+def owing(base, tmp_path_factory):
     """A run of two ranks that owes the validation of step 4, with which it ends early."""
     run_dir = tmp_path_factory.mktemp("owing") / "run"
     train(run_dir, 2, *base, *EARLY, code=75, before=partial(learn_nothing, stop_in=2))

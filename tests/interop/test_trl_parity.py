@@ -36,12 +36,12 @@ NOT_SUPERVISED = -100
 Rows = list[dict[str, Any]]
 
 
-def quickstart() -> Rows:
+def quickstart():
     rows = map(json.loads, TRAIN_FILE.read_text().splitlines()[:NUM_ROWS])
     return [{"messages": row["messages"]} for row in rows]
 
 
-def tool_conversation(rng: random.Random) -> dict[str, Any]:
+def tool_conversation(rng):
     """One to three requests, each with a call, its result and an answer. Some calls omit arguments."""
     names = rng.sample(sorted(TOOLS), 2)
     said = [("system", "Be brief.")] if rng.random() < 0.5 else []
@@ -62,18 +62,18 @@ def tool_conversation(rng: random.Random) -> dict[str, Any]:
     return {"messages": messages, "tools": tools}
 
 
-def message(role: str, content: str, **more) -> dict[str, Any]:
+def message(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
-def schema(name: str) -> dict[str, Any]:
+def schema(name):
     properties = {key: {"type": "string"} for key in TOOLS[name]}
     parameters = {"type": "object", "properties": properties}
     return {"name": name, "description": f"To {name}.", "parameters": parameters}
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> Path:
+def prepared(tmp_path_factory):
     """A directory with the rows of each job, as JOB.rows.jsonl, and what TRL made of them, as
     JOB.jsonl.
     """
@@ -117,14 +117,14 @@ Row = tuple[list[int], list[bool]]
 """One sample as one side prepared it: token ids, and a mask of the supervised ones."""
 
 
-def rows_there(prepared: Path, name: str) -> list[Row]:
+def rows_there(prepared, name):
     rows = map(json.loads, (prepared / f"{name}.jsonl").read_text().splitlines())
     return [
         (row["input_ids"], [label != NOT_SUPERVISED for label in row["labels"]]) for row in rows
     ]
 
 
-def rows_here(prepared: Path, name: str) -> list[Row]:
+def rows_here(prepared, name):
     words = [
         f"data.train_files={prepared}/{name}.rows.jsonl",
         f"data.cache_dir={prepared}/cache",

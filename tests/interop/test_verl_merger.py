@@ -29,7 +29,7 @@ CASES = {"shards": (2, -1, True), "replicas": (4, 2, True), "untied": (3, -1, Fa
 """(Ranks, fsdp_size, whether the head is tied)."""
 
 
-def write_model(path: Path, **changes):
+def write_model(path, **changes):
     """A model directory with a tokenizer, which the merger copies; rows that no world size
     divides.
     """
@@ -42,7 +42,7 @@ def write_model(path: Path, **changes):
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("ours")
     for name, (world_size, fsdp_size, is_tied) in CASES.items():
         source = write_model(root / name / "model", tie_word_embeddings=is_tied)
@@ -51,7 +51,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def all_merged(checkpoints: dict[str, Path], tmp_path_factory) -> Path:
+def all_merged(checkpoints, tmp_path_factory):
     """A directory for each case, written by one process: verl takes longer to import than to
     merge.
     """

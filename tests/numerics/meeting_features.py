@@ -80,7 +80,7 @@ class Places:
 
     root: Path
 
-    def model(self, row: Row) -> Path:
+    def model(self, row):
         """The weights of a model for NF4 are exact NF4 levels, so storing them in NF4 changes none
         of them.
         """
@@ -98,7 +98,7 @@ class Places:
                     shutil.copy(file, path)
         return path
 
-    def adapter(self, row: Row) -> Path | None:
+    def adapter(self, row):
         """An adapter made by peft. Neither of its two matrices is zero."""
         if not row["trained"].startswith("lora"):
             return None
@@ -121,7 +121,7 @@ class Places:
             get_peft_model(model, config).save_pretrained(path)
         return path
 
-    def data(self, name: str) -> Path:
+    def data(self, name):
         path = self.root / "data" / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         digest = {"vocabulary_digest": vocabulary_digest(AutoTokenizer.from_pretrained(MODEL_DIR))}

@@ -50,12 +50,12 @@ class Found:
 
     faults: list[str] = field(default_factory=list)
 
-    def expect(self, is_good: bool, fault: str) -> bool:
+    def expect(self, is_good, fault):
         if not is_good:
             self.faults.append(fault)
         return is_good
 
-    def limit(self, error: float, limit: float, where: str) -> None:
+    def limit(self, error, limit, where):
         self.expect(error <= limit, f"{where}: off by {error:.1e}, allowed {limit:.0e}")
 
 

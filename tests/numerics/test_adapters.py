@@ -3,7 +3,6 @@ refusals; costs.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from trainer.model.pretrained import ModelSource
 from trainer.train.start.compose import load_config
 
 
-def write_adapter(model, path: Path, **settings) -> str:
+def write_adapter(model, path, **settings):
     """One that adds something from the start."""
     torch.manual_seed(5)
     config = LoraConfig(
@@ -41,7 +40,7 @@ def write_adapter(model, path: Path, **settings) -> str:
     return str(path)
 
 
-def plain_model(path: str, **settings):
+def plain_model(path, **settings):
     return AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(path), dtype=torch.float32, **settings
     )
@@ -51,7 +50,7 @@ Ways = dict[int, dict[str, dict[str, Any]]]
 """{number of ranks: {name: settings of the run}}."""
 
 
-def assert_as_plain(source: ModelSource, adapter: str, ways: Ways) -> None:
+def assert_as_plain(source, adapter, ways):
     """Training this adapter gives the losses and norms of the plain loop with peft."""
     plain = plain_run(source, adapter)
     losses = plain["train/loss"]
@@ -76,7 +75,7 @@ def test_adapters_train_as_in_a_plain_loop_with_peft(tmp_path):
     assert_as_plain(model, path, ON_ONE_RANK | on_several)
 
 
-def first_values(world, model, **changes) -> dict[str, torch.Tensor]:
+def first_values(world, model, **changes):
     built = build_toy_model(world, model, **changes)
     return {name: p.full_tensor() for name, p in built.named_parameters() if ".lora_" in name}
 
@@ -130,19 +129,19 @@ MAMBAS = ("mamba", "mamba2", "falcon_h1")
 NEVER_ADAPTED = {"experts", "router", "gate", "shared_expert_gate", "lm_head"}
 
 
-def on_meta(source: ModelSource, **changes):
+def on_meta(source, **changes):
     """The model with the adapters that these keys ask for."""
     return assemble.on_meta(model_config(**{"lora_rank": 4, **changes}), source, is_packed=False)
 
 
-def adapted(model) -> set[str]:
+def adapted(model):
     """Full names of its layers with an adapter."""
     return {
         name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name
     }
 
 
-def adapted_by_plain_peft(source: ModelSource, settings: dict[str, Any]) -> set[str]:
+def adapted_by_plain_peft(source, settings):
     """Return the names of the layers that plain peft adapts with these settings."""
     with torch.device("meta"):
         plain = plain_model(source.path)
@@ -150,10 +149,10 @@ def adapted_by_plain_peft(source: ModelSource, settings: dict[str, Any]) -> set[
 
 
 @pytest.fixture
-def family(tmp_path) -> Callable[..., ModelSource]:
+def family(tmp_path):
     """The tiny model of a family, without weights."""
 
-    def of(name: str, **changes) -> ModelSource:
+    def of(name, **changes):
         family_config(name, **changes).save_pretrained(tmp_path / name)
         return ModelSource(str(tmp_path / name), random_weights=True)
 
@@ -200,7 +199,7 @@ def test_lists_and_patterns_name_dense_and_shared_layers(family, name, targets, 
     assert adapted_by_plain_peft(source, adapters.settings(model)) == layers
 
 
-def targets(*names: str, **changes) -> dict[str, Any]:
+def targets(*names, **changes):
     return {"target_modules": list(names), **changes}
 
 
@@ -237,7 +236,7 @@ def test_what_cannot_be_trained_is_refused(family, name, changes, message):
         on_meta(family(name), **changes)
 
 
-def exported(source: ModelSource, path: Path, **changes) -> str:
+def exported(source, path, **changes):
     """An adapter as the trainer writes one, that adds something."""
     model = on_meta(source, partial_pretrain=source.path, lora_rank=3, **changes)
     torch.manual_seed(5)
@@ -296,7 +295,7 @@ def test_adapters_are_scaled_as_configured(source, changes, scale):
     assert adapters.settings(model)["lora_alpha"] == 6
 
 
-def losses_with_dropout(world, model: ModelSource, adapter: str) -> dict[tuple[float, bool], float]:
+def losses_with_dropout(world, model, adapter):
     """{(dropout, in training): loss} of the same documents."""
     losses = {}
     for dropout in (0.0, 0.3):

@@ -11,8 +11,6 @@ which also tries what is too dear here).
 
 import json
 import traceback
-from pathlib import Path
-from typing import Any
 
 import pytest
 from families import FAMILIES, VARIANTS
@@ -51,7 +49,7 @@ CASES = [
 TRAINED = [case for case in CASES if TRIED[case.values[1]]["how"] != REFUSED]
 
 
-def run_all(world, root: Path, names: tuple[str, ...]) -> dict[str, Any]:
+def run_all(world, root, names):
     """{family: results, or the traceback}."""
     logging.disable_progress_bar()
     results = {}
@@ -66,12 +64,12 @@ def run_all(world, root: Path, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("architectures")
 
 
 @pytest.fixture(scope="module")
-def results(root: Path) -> dict[int, dict[str, Any]]:
+def results(root):
     return {
         size: run_ranks(run_all, size, root, names, timeout_s=400)[0]
         for size, names in SIZES.items()

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 from contextlib import nullcontext
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -25,13 +24,12 @@ from whole_models import WRAPPERS
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model import attention, packed_lm
-from trainer.model.pretrained import ModelSource
 from trainer.runtime import seeding
 from trainer.train.start import inputs
 from trainer.train.start.compose import load_config
 
 
-def outcome(world: Any, source: ModelSource, attend: Any, *, choice: str = "auto") -> str:
+def outcome(world, source, attend, *, choice="auto"):
     """How documents run with this attention, `refused: …`, or the type of the error."""
     with patch.object(attention, "packed_attention", attend):
         try:
@@ -44,7 +42,7 @@ def outcome(world: Any, source: ModelSource, attend: Any, *, choice: str = "auto
     return "packed" if model.is_packed else "one by one"
 
 
-def built(world: Any, source: ModelSource, leaking_rank: int, choice: str) -> tuple[str, list[str]]:
+def built(world, source, leaking_rank, choice):
     """The outcome with an attention that leaks on one of the ranks, and the log."""
     attend = attention.packed_attention
     with heard() as lines:
@@ -75,7 +73,7 @@ OTHERS: dict[str, Exception] = {
 }
 
 
-def built_with_errors(world: Any, source: ModelSource) -> dict[str, str]:
+def built_with_errors(world, source):
     """{kind of error that attention raises: outcome}."""
     return {
         kind: outcome(world, source, Mock(side_effect=error))
@@ -98,7 +96,7 @@ def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attenti
     assert found == dict.fromkeys(REFUSALS, "one by one") | others
 
 
-def fails_on_one_rank(world: Any, source: ModelSource) -> None:
+def fails_on_one_rank(world, source):
     failing = patch.object(attention, "packed_attention", Mock(side_effect=OTHERS["memory"]))
     with failing if world.rank else nullcontext():
         build(world, source)
@@ -133,13 +131,13 @@ def test_what_is_asked_for_is_not_replaced(source):
         assert found.startswith(refusal) and "model.attention=per_document may help" in found
 
 
-def deterministic(world: Any, source: ModelSource, is_possible: bool) -> str:
+def deterministic(world, source, is_possible):
     """Return the outcome of a start under `trainer.deterministic`, with or without an operation
     that has no deterministic kernel.
     """
     plain = attention.packed_attention
 
-    def scattering(*args: Any, **kwargs: Any) -> Any:
+    def scattering(*args, **kwargs):
         if not is_possible:
             torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
         return plain(*args, **kwargs)
@@ -162,7 +160,7 @@ def test_an_operation_without_a_deterministic_kernel_is_named_before_training(
         )
 
 
-def built_unlike_its_logits(world: Any, source: ModelSource) -> str:
+def built_unlike_its_logits(world, source):
     with patch.object(packed_lm, "_is_head_all", lambda model: True):
         return outcome(world, source, attention.packed_attention)
 

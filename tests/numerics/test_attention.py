@@ -3,11 +3,9 @@
 Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.config import ConfigError
 from trainer.model import attention
@@ -22,7 +20,7 @@ K = 16
 SINKS = [-1.0, 0.5, 2.0, 4.0]
 
 
-def bounds(seqlens: tuple[int, ...] = SEQLENS) -> dict[str, Any]:
+def bounds(seqlens=SEQLENS):
     """The documents as packed attention receives them."""
     cu_seqlens_D1 = torch.tensor((0, *seqlens)).cumsum(0).to(torch.int32)
     lengths = DocumentLengths(seqlens)
@@ -31,11 +29,11 @@ def bounds(seqlens: tuple[int, ...] = SEQLENS) -> dict[str, Any]:
 
 def inputs(
     *,
-    seqlens: tuple[int, ...] = SEQLENS,
-    heads: tuple[int, int] = (N, M),
-    sizes: tuple[int, int] = (K, K),
-    dtype: torch.dtype = torch.float32,
-) -> list[Tensor]:
+    seqlens=SEQLENS,
+    heads=(N, M),
+    sizes=(K, K),
+    dtype=torch.float32,
+):
     """Queries, keys and values."""
     generator = torch.Generator().manual_seed(sum(seqlens))
     shapes = [(heads[0], sizes[0]), (heads[1], sizes[0]), (heads[1], sizes[1])]
@@ -46,16 +44,16 @@ def inputs(
 
 
 def dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None = None,
+    query,
+    key,
+    value,
+    sinks=None,
     *,
-    seqlens: tuple[int, ...] = SEQLENS,
-    scaling: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+    seqlens=SEQLENS,
+    scaling=None,
+    window=None,
+    softcap=None,
+):
     """[1, T, N, K]: softmax(q k + mask) v, document by document."""
     per_key = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(per_key, dim=1) for x in (key, value))
@@ -75,7 +73,7 @@ def dense(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def errors(ours: list[Tensor], **settings) -> list[float]:
+def errors(ours, **settings):
     """Relative errors (Frobenius) of output and gradients; a fourth tensor is of sinks."""
     exact = [x.detach().double().requires_grad_() for x in ours]
     seqlens = settings.pop("seqlens", SEQLENS)
@@ -136,7 +134,7 @@ def test_dropout_drops_probabilities_and_their_gradients_alike(monkeypatch, keep
     monkeypatch.setattr(grouped, "KEEP_LENGTH", keep_length)
     leaves = inputs()
 
-    def dropped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def dropped(query, key, value):
         torch.manual_seed(0)
         found, _ = packed_attention(nn.Identity(), query, key, value, None, dropout=0.5, **bounds())
         return found.double()

@@ -7,7 +7,6 @@ Shape suffixes: N query heads, M key heads, T packed tokens, K head size.
 """
 
 import inspect
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import pytest
 import torch
 from kernel_terms import insist
 from test_attention import SEQLENS, bounds, dense, errors, inputs
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import varlen
 from toy import build
 from toy_runs import source as source  # a fixture
@@ -30,11 +29,11 @@ from trainer.model.attention import packed_attention
 class Kernel:
     """Stands in for `varlen_attn`; counts its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_calls = 0
         self.__signature__ = inspect.signature(varlen.varlen_attn)
 
-    def __call__(self, *args, **kwargs) -> Tensor:
+    def __call__(self, *args, **kwargs):
         self.num_calls += 1
         given = self.__signature__.bind(*args, **kwargs).arguments
         query, key, value = (given[name] for name in ("query", "key", "value"))
@@ -51,7 +50,7 @@ class Kernel:
 
 
 @contextmanager
-def on_cuda() -> Iterator[Kernel]:
+def on_cuda():
     """Make packed attention treat its tensors as GPU tensors."""
     kernel = Kernel()
     as_cuda = partial(packed_attention, device_type="cuda")

@@ -34,7 +34,7 @@ def source(tmp_path_factory):
     )
 
 
-def train(world, source, **settings) -> dict[str, list[float]]:
+def train(world, source, **settings):
     """Columns of a short run's rows."""
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         run = short_run(world, source, total_steps=STEPS, optim=AS_DEFINED, **settings)
@@ -43,11 +43,11 @@ def train(world, source, **settings) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def expected(source) -> dict[str, list[float]]:
+def expected(source):
     return plain_run(source, num_steps=STEPS)
 
 
-def differing(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> list[str]:
+def differing(ours, theirs):
     tolerances = dict(zip(KEYS, (1e-6, 1e-5, 1e-6, 0.0), strict=True))
     return [
         key

@@ -5,7 +5,6 @@ Shape suffixes: S supervised positions, H hidden size, V vocabulary.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.data.batch import LossOutput
 from trainer.model import head as head_module
 from trainer.model.head import LossHead
 from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
@@ -27,9 +25,7 @@ SCALE = 0.37
 """Factor on the loss before its gradient is taken, in place of the division by the token count."""
 
 
-def inputs(
-    num_positions: int, *, has_bias: bool, dtype: torch.dtype
-) -> tuple[LossHead, Tensor, Tensor]:
+def inputs(num_positions, *, has_bias, dtype):
     generator = torch.Generator().manual_seed(num_positions)
     linear = nn.Linear(H, V, bias=has_bias)
     with torch.no_grad():
@@ -40,7 +36,7 @@ def inputs(
     return LossHead.from_linear(linear.to(dtype), LOSSES["cross_entropy"]), hidden_SH, labels_S
 
 
-def weighted_by_probability(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
+def weighted_by_probability(logits_SV, labels_S):
     """DFT as in its paper: the probability of each label, detached, times its cross-entropy,
     summed.
     """
@@ -52,11 +48,11 @@ LOSS_TOLERANCE = {"cross_entropy": 1e-7, "dft": 5e-7, "z": 5e-7}
 """In float32, the relative error of a probability is proportional to its logarithm."""
 
 
-def z_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+def z_loss(logits_CV, labels_C):
     return logits_CV.logsumexp(dim=-1) ** 2
 
 
-def with_z_loss(logits_SV: Tensor, labels_S: Tensor) -> Tensor:
+def with_z_loss(logits_SV, labels_S):
     cross_entropy = F.cross_entropy(logits_SV, labels_S, reduction="sum")
     return cross_entropy + 0.01 * z_loss(logits_SV, labels_S).sum()
 
@@ -68,14 +64,14 @@ FORMULAS = {
 }
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
+def relative(ours, theirs):
     return float((ours.double() - theirs).norm() / theirs.norm())
 
 
 TRAINED = {**LOSSES, "z": Loss(cross_entropy, terms={"z": Term(z_loss, 0.01)})}
 
 
-def check(output: LossOutput, leaves: list[Tensor], formula: Formula, tolerance: float) -> None:
+def check(output, leaves, formula, tolerance):
     """Compare loss and gradients with full logits in float64.
 
     `leaves`: hidden states, labels and the head's parameters.
@@ -119,7 +115,7 @@ def test_loss_and_gradients_equal_full_logits(monkeypatch, block_tokens, chunks,
         assert unlearned.loss_sum.item() == pytest.approx(unlearned.losses_S.double().sum().item())
 
 
-def assert_measured(output: LossOutput, logits_SV: Tensor, labels_S: Tensor) -> None:
+def assert_measured(output, logits_SV, labels_S):
     losses_S = F.cross_entropy(logits_SV.double(), labels_S, reduction="none")
     assert relative(output.losses_S, losses_S) < 1e-6
     assert torch.equal(output.hits_S, logits_SV.argmax(dim=-1) == labels_S)
@@ -142,10 +138,10 @@ class _LargestOutput(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func,
         types,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args=(),
+        kwargs=None,
     ):
         result = func(*args, **(kwargs or {}))
         self.num_products += func is torch.ops.aten.mm.default
@@ -197,7 +193,7 @@ def test_division_by_the_token_count_is_not_rounded_to_bfloat16(device):
     head = head.to(device)
     leaf = hidden_SH.detach().to(device).requires_grad_()
 
-    def gradient(num_tokens: int) -> Tensor:
+    def gradient(num_tokens):
         leaf.grad = None
         (head(leaf, labels_S.to(device)).loss_sum / num_tokens).backward()
         return leaf.grad.double()

@@ -39,7 +39,7 @@ EXECUTIONS: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
 """(Ranks, fsdp_size): effect of the setting."""
 
 
-def rows_of(world: Any, source: Any, max_samples: int | None = None, **changes: Any) -> Any:
+def rows_of(world, source, max_samples=None, **changes):
     """Return the rows that a short run logged."""
     optim = AS_DEFINED | changes.pop("optim", {})
     return short_run(
@@ -47,7 +47,7 @@ def rows_of(world: Any, source: Any, max_samples: int | None = None, **changes: 
     ).tracking
 
 
-def train(world: Any, source: Any, max_samples: int | None = None, **changes: Any) -> Any:
+def train(world, source, max_samples=None, **changes):
     """Return (losses, norms, validation losses, shares of correct tokens) of a short run."""
     rows = rows_of(world, source, max_samples, **changes)
     keys = ("train/loss", "train/grad_norm", "val/loss", "train/token_accuracy")

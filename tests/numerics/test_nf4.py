@@ -6,7 +6,7 @@ import torch
 from trainer.model import nf4
 
 
-def defined(weight: torch.Tensor) -> torch.Tensor:
+def defined(weight):
     """Return the nearest level of each weight times the scale of its block, in float64."""
     blocks = weight.double().reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
@@ -15,7 +15,7 @@ def defined(weight: torch.Tensor) -> torch.Tensor:
     return (levels[distances.argmin(-1)] * scales).reshape(weight.shape)
 
 
-def stored_and_back(weight: torch.Tensor) -> torch.Tensor:
+def stored_and_back(weight):
     return nf4.dequantized(nf4.quantized(weight), torch.tensor(nf4.LEVELS), weight.dtype)
 
 

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from toy import ToySamples, build_toy_model, toy_run, write_model_config
 
-from trainer.train.packet import Packet, Totals
+from trainer.train.packet import Packet
 from trainer.train.step import training_step
 
 
@@ -27,12 +27,12 @@ def test_cuda_waits_for_nothing_in_a_step(tmp_path, param_dtype):
     ) == [3]
 
 
-def steps_under_sync_debug(world, source, param_dtype: str) -> int:
+def steps_under_sync_debug(world, source, param_dtype):
     model = build_toy_model(world, source, param_dtype=param_dtype)
     parts = toy_run(world, model, ToySamples(), total_steps=4)
     read = Packet.read
 
-    def allowed(packet: Packet, **derived: torch.Tensor) -> Totals:
+    def allowed(packet, **derived):
         torch.cuda.set_sync_debug_mode("default")
         return read(packet, **derived)
 

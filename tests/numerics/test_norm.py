@@ -5,7 +5,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from trainer.model.norm import rms_norm
@@ -14,7 +13,7 @@ SHAPE = (37, 64)
 EPS = 1e-6
 
 
-def outcome(norm, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def outcome(norm, dtype):
     """(output, gradient of the input, of the weight), float64, of the same numbers in any dtype."""
     generator = torch.Generator().manual_seed(3)
     hidden = (3 * torch.randn(SHAPE, generator=generator)).to(dtype).requires_grad_()
@@ -25,11 +24,11 @@ def outcome(norm, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return result.detach().double(), hidden.grad.double(), weight.grad.double()
 
 
-def plain(hidden: Tensor, weight: Tensor) -> Tensor:
+def plain(hidden, weight):
     return weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + EPS)
 
 
-def theirs(hidden: Tensor, weight: Tensor) -> Tensor:
+def theirs(hidden, weight):
     module = Qwen2RMSNorm(SHAPE[-1], EPS)
     return torch.func.functional_call(module, {"weight": weight}, (hidden,))
 
@@ -46,7 +45,7 @@ def test_errors_are_no_larger_than_those_of_transformers(dtype, device):
     def there(norm):
         return lambda hidden, weight: norm(hidden.to(device), weight.to(device)).cpu()
 
-    def of_rounded_inputs(hidden: Tensor, weight: Tensor) -> Tensor:
+    def of_rounded_inputs(hidden, weight):
         return plain(hidden.to(dtype).double(), weight.to(dtype).double())
 
     exact = outcome(of_rounded_inputs, torch.float64)

@@ -7,11 +7,9 @@ GPU.
 
 import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from family_trials import DOCUMENTS, NUM_TOKENS, SAMPLES, heard, plain_step, save_model
 from ranks import run_ranks
 from torch.nn.utils import get_total_norm
@@ -66,9 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """{family: (package with its kernels, sizes that these kernels support)}."""
 
 
-def packed_step(
-    world, source: ModelSource, recomputes: bool, has_packages: bool
-) -> tuple[float, dict[str, torch.Tensor], list[str], list[str]]:
+def packed_step(world, source, recomputes, has_packages):
     """Return (mean loss, gradients, classes that use kernels, log) of one packed batch in bfloat16."""
     if not has_packages:
         hide_packages()
@@ -87,18 +83,18 @@ def packed_step(
     return loss.item(), gradients, kernel_kinds(model), lines
 
 
-def reference_step(world, path: Path) -> tuple[float, dict[str, torch.Tensor]]:
+def reference_step(world, path):
     """Run transformers' own torch code in float32 on the CPU, each document alone."""
     hide_packages()
     return plain_step(path)
 
 
-def hide_packages() -> None:
+def hide_packages():
     """Let imports of the packages fail. This process must not have built the model before."""
     sys.modules.update(dict.fromkeys(PACKAGES))
 
 
-def gradient_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def gradient_error(found, expected):
     """Return the norm of the difference over the norm of the expected gradient."""
     assert found.keys() == expected.keys()
     difference = get_total_norm([found[name] - expected[name] for name in expected])

@@ -1,8 +1,7 @@
 """Compilation, recomputation and bf16 change the execution of a step, but not its result."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -43,7 +42,7 @@ SHAPES = [[0, 1, 2], [], [5], [6, 7, 8, 9], [3, 4], [1], [20, 21, 22, 23, 19, 18
 """
 
 
-def loss_and_gradients(model, members: list[int]) -> tuple[float, list[torch.Tensor]]:
+def loss_and_gradients(model, members):
     loss = model(pack(SAMPLES, members)).loss_sum
     loss.backward()
     grads = [whole(parameter.grad) for parameter in model.parameters() if parameter.requires_grad]
@@ -51,9 +50,7 @@ def loss_and_gradients(model, members: list[int]) -> tuple[float, list[torch.Ten
     return loss.item(), grads
 
 
-def worst(
-    ours: tuple[float, list[torch.Tensor]], theirs: tuple[float, list[torch.Tensor]]
-) -> float:
+def worst(ours, theirs):
     """Return the largest relative difference of the loss, and of any gradient relative to the norm
     of all gradients.
     """
@@ -74,9 +71,7 @@ class Compiled(NamedTuple):
     """Matrix products of a backward pass after all shapes."""
 
 
-def compiled_like_plain(
-    world, source, shapes: list[list[int]], *, backend: str = "eager", **changes
-) -> Compiled:
+def compiled_like_plain(world, source, shapes, *, backend="eager", **changes):
     """The eager backend runs captured graphs unchanged, so this tests the capture for any compiler."""
     torch.compiler.reset()
     plain = build_toy_model(world, source, **changes)
@@ -99,7 +94,7 @@ def compiled_like_plain(
     return Compiled(difference, *frames, products.count)
 
 
-def all_compiled(world, root: Path) -> dict[str, Any]:
+def all_compiled(world, root):
     """Run `compiled_like_plain` on each case in one process, because importing the compiler takes
     longer than a case.
     """
@@ -143,7 +138,7 @@ PARTITIONED = "aot_eager_decomp_partition"
 """The choice between keeping and recomputing is made before code is generated."""
 
 
-def traceable(lengths, query, key, value, scoring) -> torch.Tensor:
+def traceable(lengths, query, key, value, scoring):
     """In the place of a CPU's attention, as the GPU's kernel is one operation of a graph; of
     all documents as one.
     """
@@ -154,7 +149,7 @@ def traceable(lengths, query, key, value, scoring) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, Any]:
+def compiled(tmp_path_factory):
     return run_ranks(all_compiled, 1, tmp_path_factory.mktemp("compiled"), timeout_s=400)[0]
 
 
@@ -186,7 +181,7 @@ def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(
     assert "`torch.compiler.disable()`d function" in refused
 
 
-def two_steps(world, source, **changes) -> tuple[list[int], dict[str, torch.Tensor]]:
+def two_steps(world, source, **changes):
     """(gathers of each step, parameters afterwards), of two steps of three micro-batches."""
     model = build_toy_model(world, source, **changes)
     routers = Routers(model, world.device)
@@ -214,13 +209,13 @@ def test_what_stays_gathered_is_gathered_once_a_step(source):
 class Calls(TorchDispatchMode):
     """Counts the calls of some operations."""
 
-    def __init__(self, *operations) -> None:
+    def __init__(self, *operations):
         super().__init__()
         self.operations = operations
         self.count = 0
 
     @classmethod
-    def ignore_compile_internals(cls) -> bool:
+    def ignore_compile_internals(cls):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -228,13 +223,13 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def backward_costs(world, source, how: bool | str) -> tuple[int, int]:
+def backward_costs(world, source, how):
     """(bytes kept for the backward pass, matrix products in it)."""
     model = build_toy_model(world, source, enable_gradient_checkpointing=how)
     model.train()
     kept = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -256,7 +251,7 @@ def test_selective_recomputation_repeats_no_matrix_product(tmp_path, model_type,
     assert least < most / 2
 
 
-def gathers_of_a_step(world, source, members: tuple[int, ...] = (0,)) -> tuple[int, int]:
+def gathers_of_a_step(world, source, members=(0,)):
     """How often parameters are gathered in the forward and in the backward pass."""
     model = build_toy_model(world, source, reshard_after_forward=True)
     model.train()
@@ -267,7 +262,7 @@ def gathers_of_a_step(world, source, members: tuple[int, ...] = (0,)) -> tuple[i
     return num_forward, gathers.count - num_forward
 
 
-def frees_layers(world, source, reshard: bool | str, kept_bytes: int) -> bool:
+def frees_layers(world, source, reshard, kept_bytes):
     """Return whether layers are gathered again for the backward pass."""
     sharding.KEPT_BYTES = kept_bytes
     return build_toy_model(world, source, reshard_after_forward=reshard).frees_gathered
@@ -288,7 +283,7 @@ def test_auto_frees_gathered_parameters_where_several_ranks_share_many(
     assert found == [expected] * world_size
 
 
-def refuses_to_recompute(world, source) -> None:
+def refuses_to_recompute(world, source):
     model = packed_lm.build_on_meta(source, is_packed=True)
     type(model).supports_gradient_checkpointing = False
     with pytest.raises(ConfigError, match="enable_gradient_checkpointing=false"):

@@ -1,14 +1,13 @@
 """Quantized checkpoints load as transformers dequantizes them, and export as bfloat16."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exports import export_adapted, export_model, tensors_in
 from peft import PeftModel
-from quantized_files import PREDICTING, Files, write
+from quantized_files import PREDICTING, write
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from toy import build, change_tensors, differing, whole
@@ -31,7 +30,7 @@ DEQUANTIZED: dict[str, Any] = {
 FORMS = ("blocks", "cut blocks", "exponents", "tensor", "channel", "block", "experts", "mxfp4")
 
 
-def nf4_weights(world, path: Path) -> Files:
+def nf4_weights(world, path):
     """The weights in NF4, by their names in the files."""
     model = build(
         world, ModelSource(str(path)), random_weights=False, lora_rank=4, load_in_4bit=True
@@ -43,7 +42,7 @@ def nf4_weights(world, path: Path) -> Files:
     }
 
 
-def load_and_export(world, root: Path) -> dict[str, Files]:
+def load_and_export(world, root):
     """Return the weights of each model; export each."""
     results = {}
     for form in FORMS:
@@ -62,12 +61,12 @@ def load_and_export(world, root: Path) -> dict[str, Files]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("quantized")
 
 
 @pytest.fixture(scope="module")
-def expected(root: Path) -> dict[str, Files]:
+def expected(root):
     return {form: write(root / form, form) for form in FORMS}
 
 
@@ -109,7 +108,7 @@ def test_models_train_on_and_exports_are_bfloat16_without_a_trace(root, expected
             assert not differing(model.state_dict(), theirs.state_dict()), form
 
 
-def adapt_and_merge(world, path: Path, target: Path, layers: str | list[str]) -> None:
+def adapt_and_merge(world, path, target, layers):
     source = ModelSource(str(path))
     lora = {"lora_rank": 4, "target_modules": layers, "partial_pretrain": source.path}
     model = build(world, source, random_weights=False, **lora)
@@ -134,12 +133,12 @@ def test_adapters_are_merged_with_the_dequantized_base(root, expected, form, lay
     torch.testing.assert_close(ours.state_dict(), theirs, rtol=1e-2, atol=1e-3)
 
 
-def drop_scales(files: Files) -> None:
+def drop_scales(files):
     for name in [name for name in files if name.endswith("_scale_inv")]:
         del files[name]
 
 
-def widen_grid(files: Files) -> None:
+def widen_grid(files):
     files.update({name: torch.ones(5, 5) for name in files if name.endswith("_scale_inv")})
 
 

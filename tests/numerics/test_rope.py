@@ -3,8 +3,6 @@ fresh model.
 """
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model.assemble import design_model
-from trainer.model.pretrained import ModelSource
 
 LIMIT = 16
 SAMPLES = ToySamples()
@@ -32,7 +29,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 
 
-def write(path: Path, kind: dict[str, Any]) -> ModelSource:
+def write(path, kind):
     """A llama whose limit is 16 tokens; the longest sample has 40."""
     positions = LIMIT if kind["rope_type"] == "dynamic" else 4 * LIMIT
     parameters = {"rope_theta": 1e4, "original_max_position_embeddings": LIMIT, **kind}
@@ -41,7 +38,7 @@ def write(path: Path, kind: dict[str, Any]) -> ModelSource:
     )
 
 
-def write_by_layer_type(path: Path) -> ModelSource:
+def write_by_layer_type(path):
     """A gemma 3 with longrope only in its full attention layers."""
     kinds = {
         "full_attention": {
@@ -55,9 +52,7 @@ def write_by_layer_type(path: Path) -> ModelSource:
     return write_model_config(path, "gemma3_text", rope_parameters=kinds, **window)
 
 
-def differences(
-    world, source: ModelSource, indices: list[int], max_length: int
-) -> tuple[bool, float]:
+def differences(world, source, indices, max_length):
     """Return (packed, largest relative difference of a micro-batch's loss from a fresh plain model
     for each document).
     """

@@ -24,7 +24,7 @@ HYBRID = ("qwen3_5_text", family_settings("qwen3_5_text"))
 Fault = Callable[[], AbstractContextManager[Any]]
 
 
-def _leaking(original: Callable[..., Any]) -> Callable[..., Any]:
+def _leaking(original):
     def one_document(*args, **kwargs):
         lengths = DocumentLengths((sum(kwargs["lengths"].seqlens),))
         return original(*args, **{**kwargs, "lengths": lengths})
@@ -32,7 +32,7 @@ def _leaking(original: Callable[..., Any]) -> Callable[..., Any]:
     return one_document
 
 
-def _shifted(original: Callable[..., Any]) -> Callable[..., Any]:
+def _shifted(original):
     """Shift document bounds by one token, which leaks a single token."""
 
     def late(*args, **kwargs):
@@ -45,19 +45,19 @@ def _shifted(original: Callable[..., Any]) -> Callable[..., Any]:
     return late
 
 
-def _running_positions(original: Callable[..., Any]) -> Callable[..., Any]:
-    def arguments(model, batch) -> dict[str, Any]:
+def _running_positions(original):
+    def arguments(model, batch):
         positions = torch.arange(len(batch.position_ids_T))[None]
         return {**original(model, batch), "position_ids": positions}
 
     return arguments
 
 
-def _detached(original: Callable[..., Any]) -> Callable[..., Any]:
+def _detached(original):
     return lambda *args, **kwargs: (original(*args, **kwargs)[0].detach(), None)
 
 
-def _doubled_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+def _doubled_gradient(original):
     def forward(*args):
         result = original(*args)
         return 2 * result - result.detach()
@@ -65,7 +65,7 @@ def _doubled_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _leaking_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _leaking_backward(original):
     """Return the values of separate documents, but the gradients of one long document."""
     leaking = _leaking(original)
 
@@ -76,14 +76,14 @@ def _leaking_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return attend
 
 
-def _doubled(original: Callable[..., Any]) -> staticmethod:
+def _doubled(original):
     def backward(*args):
         return tuple(None if grad is None else 2 * grad for grad in original(*args))
 
     return staticmethod(backward)
 
 
-def _scaled_weight(original: Callable[..., Any]) -> staticmethod:
+def _scaled_weight(original):
     def backward(*args):
         *others, grad_weight, grad_bias = original(*args)
         return *others, 1.008 * grad_weight, grad_bias
@@ -91,24 +91,22 @@ def _scaled_weight(original: Callable[..., Any]) -> staticmethod:
     return staticmethod(backward)
 
 
-def _unweighted(
-    logits_CV: torch.Tensor, labels_C: torch.Tensor, right: Loss = LOSSES["dft"]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _unweighted(logits_CV, labels_C, right=LOSSES["dft"]):
     """Return the losses of DFT with the gradient of cross-entropy."""
     losses_C, _, cross_entropy_C = right(logits_CV, labels_C)
     return losses_C, LOSSES["cross_entropy"](logits_CV, labels_C)[1], cross_entropy_C
 
 
-def _wrapped(owner, name: str, wrap: Callable[[Any], Any]) -> Fault:
+def _wrapped(owner, name, wrap):
     """A fault that replaces an attribute by what `wrap` makes of it."""
     return lambda: patch.object(owner, name, wrap(getattr(owner, name)))
 
 
-def _scaled_norm(_) -> Callable[..., Any]:
+def _scaled_norm(_):
     return lambda self, hidden: 1.2 * rms_norm(hidden, self.weight, 1e-6)
 
 
-def _following_nothing(_) -> Callable[..., Any]:
+def _following_nothing(_):
     return lambda model, is_packed: None
 
 
@@ -134,14 +132,14 @@ a time, and one within.
 """
 
 
-def settings_of(model) -> tuple[Any, ...]:
+def settings_of(model):
     """Return what the self-check changes for a while."""
     config = model.config
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     return forwards, config._attn_implementation, config._experts_implementation
 
 
-def compared(world, sources: dict[str, Any], param_dtype: str) -> dict[str, selfcheck.Errors]:
+def compared(world, sources, param_dtype):
     """{fault: what the self-check finds}; it leaves the model as it was, without gradients."""
     found = {}
     for name, source in sources.items():

@@ -18,7 +18,6 @@ from test_parallelize import gathers_of_a_step, worst
 from toy import ToySamples, build, build_toy_model, write_model_config
 from transformers.activations import ACT2FN
 
-from trainer.data.batch import PackedBatch
 from trainer.data.loader import pack
 from trainer.model import packed_lm
 from trainer.model.state_mixers import kernel_kinds, package_kinds
@@ -36,15 +35,13 @@ def hybrid(tmp_path):
     return write_model_config(tmp_path, HYBRID[0], **HYBRID[1])
 
 
-def step(
-    world, source, batches: list[list[int]], settings: dict[str, Any]
-) -> tuple[float, list[Any]]:
+def step(world, source, batches, settings):
     """Return (loss, gradients). All forward passes come before all backward passes."""
     model = build_toy_model(world, source, **settings)
     return passed(model, [pack(SAMPLES, members) for members in batches])
 
 
-def passed(model, batches: list[PackedBatch]) -> tuple[float, list[Any]]:
+def passed(model, batches):
     model.train()
     losses = [model(batch).loss_sum for batch in batches]
     for loss in losses:
@@ -117,14 +114,12 @@ def refusing(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, cu_seqle
     return chunk_gated_delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel)
 
 
-def _reference(name: str, family: str = "qwen3_5"):
+def _reference(name, family="qwen3_5"):
     modeling = sys.modules[f"transformers.models.{family}.modeling_{family}"]
     return inspect.unwrap(getattr(modeling, name))
 
 
-def step_with_kernels(
-    world, source, settings: dict[str, Any], kernels: list[Any]
-) -> tuple[Any, list[str], list[str]]:
+def step_with_kernels(world, source, settings, kernels):
     """Return ((loss, gradients) of one packed batch, classes that use kernels, log) with these
     functions (convolution, delta rule) instead of the packages'.
 
@@ -137,7 +132,7 @@ def step_with_kernels(
     return passed(model, [batch]), kernel_kinds(model), lines
 
 
-def install(kernels: list[Any]) -> None:
+def install(kernels):
     """Add packages with these functions (convolution, delta rule, Mamba's two) to this process."""
     if not kernels:
         return
@@ -198,7 +193,7 @@ def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, seq_idx=None, **kwargs
     return torch.cat(outputs, dim=1)
 
 
-def other_values(projected: torch.Tensor, *_, outproj_weight: torch.Tensor, **__):
+def other_values(projected, *_, outproj_weight, **__):
     return projected[..., : outproj_weight.shape[1]] @ outproj_weight.T
 
 
@@ -234,7 +229,7 @@ def test_a_family_without_functions_of_packages_has_none(tmp_path):
     assert (package_kinds(model), kernel_kinds(model)) == ([], [])
 
 
-def planned_gib(_, words: list[str], kernels: list[Any]) -> float:
+def planned_gib(_, words, kernels):
     install(kernels)
     torch.distributed.destroy_process_group()
     return plan_memory(load_config(words), 8).needed_gib

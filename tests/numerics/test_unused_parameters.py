@@ -13,7 +13,7 @@ from toy_runs import source as source  # a fixture
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 
-def conditional(world, source) -> tuple[list[float], list[float]]:
+def conditional(world, source):
     """(losses, norms) where half of the documents pass by each feed-forward part; one document
     a micro-batch.
     """

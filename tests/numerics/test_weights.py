@@ -4,7 +4,6 @@ different model.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +18,12 @@ from trainer.model.pretrained import ModelSource
 Files = dict[str, torch.Tensor]
 
 
-def save_model(
-    path: Path, model_type: str = "qwen2", *, max_shard_size: str = "1GB", **changes
-) -> None:
+def save_model(path, model_type="qwen2", *, max_shard_size="1GB", **changes):
     write_model_config(path, model_type, **changes)
     write_weights(path, max_shard_size=max_shard_size)
 
 
-def load_each(world, paths: dict[str, Path]) -> dict[str, Any]:
+def load_each(world, paths):
     """{case: names of tensors that differ from what transformers loads, or the refusal}."""
     logging.disable_progress_bar()
     results = {}
@@ -42,10 +39,10 @@ def load_each(world, paths: dict[str, Path]) -> dict[str, Any]:
     return results
 
 
-def saved(change: Callable[[Files], Files] = dict, **settings) -> Callable[[Path], None]:
+def saved(change=dict, **settings):
     """Writes a model whose tensors are then changed."""
 
-    def write(path: Path) -> None:
+    def write(path):
         save_model(path, **settings)
         tensors = change(load_file(path / "model.safetensors"))
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -54,12 +51,12 @@ def saved(change: Callable[[Files], Files] = dict, **settings) -> Callable[[Path
     return write
 
 
-def in_files(path: Path) -> None:
+def in_files(path):
     save_model(path, max_shard_size="40KB", tie_word_embeddings=False)
     assert len(list(path.glob("*.safetensors"))) > 2
 
 
-def old_names(files: Files) -> Files:
+def old_names(files):
     """gpt2 as its authors wrote it."""
     return {name.removeprefix("transformer."): tensor for name, tensor in files.items()}
 
@@ -86,12 +83,12 @@ def test_every_usual_form_loads(tmp_path):
     assert found[0] == found[1] == {name: [] for name in FORMS}
 
 
-def without_a_file(path: Path) -> None:
+def without_a_file(path):
     save_model(path, max_shard_size="40KB")
     next(path.glob("model-00002-of-*")).unlink()
 
 
-def cut_short(path: Path) -> None:
+def cut_short(path):
     save_model(path)
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

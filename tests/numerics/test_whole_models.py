@@ -3,8 +3,6 @@ is exported again.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ from whole_models import EXTRA, WRAPPERS, write_whole_model
 from trainer.config import ConfigError
 from trainer.data.loader import pack
 from trainer.model.packed_lm import run_plain
-from trainer.model.pretrained import ModelSource, whole_checkpoint
+from trainer.model.pretrained import whole_checkpoint
 from trainer.model.weights import match
 
 SAMPLES = ToySamples()
@@ -33,20 +31,20 @@ DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if 10 <= leng
 IDS = torch.from_numpy(SAMPLES.sample(DOCUMENTS[0])[0])[None].long()
 
 
-def original(path: Path) -> tuple[Any, dict[str, Any]]:
+def original(path):
     """Return the whole model as its own class loads it, and the tensors that did not fit."""
     return AutoModelForMultimodalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
 
 
-def logits_of(whole) -> torch.Tensor:
+def logits_of(whole):
     # transformers 5.24 can run Llama 4 as a whole only with images
     model = whole.language_model if whole.config.model_type == "llama4" else whole
     return model(input_ids=IDS, use_cache=False).logits
 
 
-def train_one(world, source: ModelSource, export_dir: Path) -> dict[str, Any]:
+def train_one(world, source, export_dir):
     """Every parameter is changed as by an update, the logits measured, and the model exported."""
     model = build(world, source, random_weights=False)
     export_changed(world, model, source, export_dir)
@@ -55,7 +53,7 @@ def train_one(world, source: ModelSource, export_dir: Path) -> dict[str, Any]:
     return {"logits": logits, "passes": len(whole_checkpoint(source).others)}
 
 
-def train_adapter(world, source: ModelSource, export_dir: Path) -> torch.Tensor:
+def train_adapter(world, source, export_dir):
     """Export adapters that add something, alone and merged. Returns the logits with them."""
     lora = {"lora_rank": 3, "partial_pretrain": source.path}
     model = build(world, source, random_weights=False, **lora)
@@ -66,7 +64,7 @@ def train_adapter(world, source: ModelSource, export_dir: Path) -> torch.Tensor:
         return run_logits(again)
 
 
-def run_logits(model) -> torch.Tensor:
+def run_logits(model):
     ours = model.forward
     plain = model.original_forward
     model.forward = lambda batch: run_plain(model, plain, batch).logits
@@ -75,21 +73,21 @@ def run_logits(model) -> torch.Tensor:
     return logits
 
 
-def train_both(world, source: ModelSource, export_dir: Path) -> tuple[Any, torch.Tensor]:
+def train_both(world, source, export_dir):
     logging.disable_progress_bar()
     adapted = train_adapter(world, source, export_dir)
     return train_one(world, source, export_dir), adapted
 
 
 @pytest.fixture(scope="module", params=WRAPPERS)
-def trained(request, tmp_path_factory) -> tuple[Path, Any, Any]:
+def trained(request, tmp_path_factory):
     """A checkpoint, what `train_one` measured, and the logits with adapters."""
     model = tmp_path_factory.mktemp("whole") / "model"
     source = write_whole_model(model, request.param)
     return model, *run_ranks(train_both, 2, source, model.with_name("export"))[0]
 
 
-def unchanged(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> set[str]:
+def unchanged(ours, theirs):
     """Return the names of the tensors with equal bits; both sides must have the same names."""
     assert ours.keys() == theirs.keys()
     return ours.keys() - set(differing(ours, theirs))
@@ -162,7 +160,7 @@ def test_equal_patterns_of_two_parts_are_converted_each_by_its_own_part(tmp_path
         assert differing(again, dict(zip(group.stored, tensors, strict=True))) == []
 
 
-def rewritten(path: Path, family: str, change) -> ModelSource:
+def rewritten(path, family, change):
     """A checkpoint with changed tensors."""
     source = write_whole_model(path, family)
     tensors = change(load_file(path / "model.safetensors"))
@@ -175,7 +173,7 @@ def test_names_of_the_files_are_kept_whichever_transformers_reads(tmp_path):
     head may be there.
     """
 
-    def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def renamed(tensors):
         new = {
             name.replace("language_model.model.", "model.language_model."): t
             for name, t in tensors.items()
@@ -193,7 +191,7 @@ def test_names_of_the_files_are_kept_whichever_transformers_reads(tmp_path):
 
 
 def test_a_text_tensor_that_is_not_found_is_named(tmp_path):
-    def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def renamed(tensors):
         return {
             name.replace("layers.1.mlp", "layers.1.ffn"): tensor for name, tensor in tensors.items()
         }

@@ -9,7 +9,6 @@ from typing import Any
 
 import tokenizer_fixtures as fixtures
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
 
 from trainer.train.start.preflight import read_chat_template
 
@@ -35,7 +34,7 @@ class Family:
     together: bool = False
     """True if the whole rendering of any conversation shows every turn as generation makes it."""
 
-    def tokenizer(self) -> PreTrainedTokenizerFast:
+    def tokenizer(self):
         tokenizer = fixtures.make_tokenizer(self.template, eos_token=self.stops[0])
         tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in TOKENS])
         return tokenizer

@@ -148,17 +148,17 @@ class Run:
     keep: int
     step: int = 0
 
-    def save(self) -> None:
+    def save(self):
         """Save in the order of `trainer.checkpoint.save`."""
         self.step += 1
         layout.clean_leftovers(self.run_dir)
         commit(self.run_dir, self.step)
         self._settle(self.step)
 
-    def _settle(self, step: int, **settings: Any) -> None:
+    def _settle(self, step, **settings):
         retention.settle(self.run_dir, step, keep=self.keep, history=History(), **settings)
 
-    def restart(self) -> int | None:
+    def restart(self):
         """Start in the order of `trainer.checkpoint.start` and the load after it. Return the step
         to continue from, or None if no checkpoint is usable.
         """

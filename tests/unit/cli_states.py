@@ -17,7 +17,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     """A run with three good checkpoints."""
     (path := tmp_path / "run").mkdir()
     save(path, 2, 4, 6)
@@ -25,7 +25,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
+def call(capsys):
     """Exit code, stdout and stderr of a command."""
     return lambda *words: (cli.main([str(word) for word in words]), *capsys.readouterr())
 

@@ -45,22 +45,22 @@ class FakeLaunch:
     process: subprocess.Popen[str]
     directory: Path
 
-    def pid(self, name: str) -> int:
+    def pid(self, name):
         """Return the process that wrote NAME.pid."""
         path = self.directory / f"{name}.pid"
         assert wait_until(lambda: path.exists() and path.read_text() != "")
         return int(path.read_text())
 
-    def rank_pids(self) -> list[int]:
+    def rank_pids(self):
         return [self.pid(f"rank_{rank}") for rank in range(2)]
 
-    def read(self, name: str) -> str:
+    def read(self, name):
         return (self.directory / name).read_text()
 
-    def ask(self, name: str) -> None:
+    def ask(self, name):
         (self.directory / name).touch()
 
-    def end(self) -> tuple[int, str]:
+    def end(self):
         """Return (exit code, stderr)."""
         _, stderr = self.process.communicate(timeout=60)
         return self.process.returncode, stderr

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ class FaultyStorage(MemoryFileSystem):
 
     cachable = False
 
-    def __init__(self, faults: dict[int, str] | None = None, *, late_by: int = 5) -> None:
+    def __init__(self, faults=None, *, late_by=5):
         super().__init__(global_store=False)
         self.faults = faults or {}
         self.count = 0
@@ -56,20 +55,20 @@ class FaultyStorage(MemoryFileSystem):
         self._is_dead = self._is_still = False
         self._before: dict[str, tuple[int, bytes | None]] = {}
 
-    def revive(self) -> bool:
+    def revive(self):
         """Restart the process, and return True if it was killed."""
         was_dead = self._is_dead
         self._is_dead = False
         return was_dead
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def undisturbed(self):
         """Exclude the operations of the block from counting and failing."""
         self._is_still = True
         yield
         self._is_still = False
 
-    def seen(self) -> dict[str, bytes]:
+    def seen(self):
         """Return the files that the storage currently shows."""
         found = {name: file.getvalue() for name, file in self.store.items()}
         for name, (until, before) in self._before.items():
@@ -78,48 +77,48 @@ class FaultyStorage(MemoryFileSystem):
                 found |= {} if before is None else {name: before}
         return found
 
-    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+    def pipe_file(self, path, value, **kwargs):
         self._change(
             [self._strip_protocol(path)],
             lambda: self._put(path, value),
             lambda: self._put(path, value[: len(value) // 2]),
         )
 
-    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+    def put_file(self, lpath, rpath, **kwargs):
         self.pipe_file(rpath, Path(lpath).read_bytes())
 
-    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+    def rm(self, path, recursive=False, maxdepth=None):
         names = sorted(
             name for name in self.store if name.startswith(self._strip_protocol(path) + "/")
         )
         self._change(names, lambda: self._drop(names), lambda: self._drop(names[::2]))
 
-    def find(self, path: str, **kwargs: Any) -> dict[str, Any]:
+    def find(self, path, **kwargs):
         self._strike()
         root = self._strip_protocol(path) + "/"
         return {
             name: {"size": len(data)} for name, data in self.seen().items() if name.startswith(root)
         }
 
-    def cat_file(self, path: str, **kwargs: Any) -> bytes:
+    def cat_file(self, path, **kwargs):
         kind = self._strike()
         data = self.seen().get(self._strip_protocol(path))
         if data is None:
             raise FileNotFoundError(path)
         return data[: len(data) // 2] if kind == "cut" else data
 
-    def _open(self, path: str, *words: Any, **kwargs: Any) -> Any:
+    def _open(self, path, *words, **kwargs):
         return io.BytesIO(self.cat_file(path))
 
-    def _put(self, path: str, data: bytes) -> None:
+    def _put(self, path, data):
         name = self._strip_protocol(path)
         self.store[name] = MemoryFile(self, name, data)
 
-    def _drop(self, names: list[str]) -> None:
+    def _drop(self, names):
         for name in names:
             del self.store[name]
 
-    def _change(self, names: list[str], action: Callable[[], Any], half: Callable[[], Any]) -> None:
+    def _change(self, names, action, half):
         kind = self._strike()
         if kind == "late":
             seen = self.seen()
@@ -130,7 +129,7 @@ class FaultyStorage(MemoryFileSystem):
             self._is_dead = True
             raise Killed
 
-    def _strike(self) -> str:
+    def _strike(self):
         """Count an operation, and return its fault."""
         if self._is_dead:
             raise Killed
@@ -170,7 +169,7 @@ def restored(run_dir: Path, storage: FaultyStorage, **settings: Any) -> Path | N
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     """Return the directory of a run whose best validation is at step 2."""
     path = tmp_path / "run"
     path.mkdir()
@@ -184,7 +183,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_order(monkeypatch):
     """Give each operation the same number in every run, and keep waits short."""
     monkeypatch.setattr(upload, "NUM_STREAMS", 1)
     monkeypatch.setattr(restore, "NUM_STREAMS", 1)
@@ -230,7 +229,7 @@ class Trial:
     rolled back, and the one that an independent reading of the storage chooses.
     """
 
-    def __init__(self, seed: int, work: Path, storage: FaultyStorage | None = None) -> None:
+    def __init__(self, seed, work, storage=None):
         self._rng = random.Random(seed)
         self._storage = storage or self._drawn_storage()
         self._run_dir = work / "run"
@@ -243,12 +242,12 @@ class Trial:
         self._undone = set[str]()
         self._num_rollbacks = 0
 
-    def _drawn_storage(self) -> FaultyStorage:
+    def _drawn_storage(self):
         numbers = self._rng.sample(range(1, LAST_FAULT), self._rng.randint(1, NUM_FAULTS))
         late_by = self._rng.randint(1, 25)
         return FaultyStorage({n: self._rng.choice(KINDS) for n in numbers}, late_by=late_by)
 
-    def run(self) -> None:
+    def run(self):
         step = 0
         own = uploader(self._run_dir, self._storage)
         for _ in range(self._rng.randint(3, 5)):
@@ -267,13 +266,13 @@ class Trial:
                 step = self._lose() or step
                 own = uploader(self._run_dir, self._storage)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step):
         """Save as a run does; no two saves are equal."""
         nonce = f"{len(self._saved):08d}"
         self._saved[nonce] = step, files_of(commit(self._run_dir, step, nonce=nonce))
         layout.publish(self._run_dir, step)
 
-    def _bring_up(self, own: upload.Uploader, step: int) -> upload.Uploader:
+    def _bring_up(self, own, step):
         for _ in range(MAX_TRIES):
             is_up = False
             try:
@@ -293,7 +292,7 @@ class Trial:
                 return own
         raise AssertionError(f"step {step} never goes up")
 
-    def _lose(self) -> int | None:
+    def _lose(self):
         """Continue on another machine, whose restore may fail too. Return its step, or None."""
         run_dir = next(self._machines)
         for _ in range(MAX_TRIES):
@@ -310,7 +309,7 @@ class Trial:
         self._up, _ = self._saved[nonce]
         return self._up
 
-    def _taken(self, run_dir: Path) -> str | None:
+    def _taken(self, run_dir):
         """Return the nonce of the checkpoint that a machine restores, which must be a right one."""
         path = None
         with suppress(NoUsableCheckpointError):
@@ -328,7 +327,7 @@ class Trial:
         assert chosen is not None and chosen.path == path
         return nonce
 
-    def _expected(self) -> str | None:
+    def _expected(self):
         """Return the nonce of the checkpoint to restore, from the bytes that the storage shows."""
         root = f"{URL.removeprefix('memory:/')}/"
         shown = {name.removeprefix(root): data for name, data in self._storage.seen().items()}

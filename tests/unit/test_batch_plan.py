@@ -21,7 +21,7 @@ from trainer.data.batch_plan import (
 NUM_CASES = 100
 
 
-def random_case(seed: int) -> tuple[np.ndarray, RankPlan]:
+def random_case(seed):
     """Lengths with short and long tails; tight and absent limits, few and many ranks."""
     rng = np.random.default_rng(seed)
     num_samples = int(rng.integers(1, 80))

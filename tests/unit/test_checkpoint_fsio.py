@@ -82,11 +82,11 @@ def test_nothing_is_overwritten(tmp_path):
 
 
 @pytest.fixture
-def failing_syncs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def failing_syncs(monkeypatch):
     """Every sync fails; the list receives the descriptors."""
-    attempts: list[int] = []
+    attempts = []
 
-    def fail(descriptor: int) -> None:
+    def fail(descriptor):
         attempts.append(descriptor)
         raise OSError(errno.EIO, "Input/output error")
 
@@ -133,7 +133,7 @@ def test_links_are_not_followed(tmp_path):
 
 
 def test_a_file_that_appears_late_is_waited_for(tmp_path):
-    def write_slowly() -> None:
+    def write_slowly():
         (tmp_path / "shard.pt").write_bytes(b"ab")
         threading.Event().wait(0.15)
         (tmp_path / "shard.pt").write_bytes(b"abcde")

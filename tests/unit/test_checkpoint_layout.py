@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoint_fakes import (
@@ -28,11 +27,11 @@ from trainer.checkpoint.manifest import MANIFEST
 from trainer.runtime.progress import History
 
 
-def steps(run_dir: Path) -> list[int]:
+def steps(run_dir):
     return [info.step for info in select(run_dir).candidates]
 
 
-def point(run_dir: Path, text: str) -> None:
+def point(run_dir, text):
     (run_dir / POINTER).write_text(text)
 
 
@@ -81,11 +80,11 @@ def test_damage_never_means_a_silent_start_at_step_0(tmp_path, damage):
         select(run)
 
 
-def edited(key: str, value: object) -> Callable[[Path], object]:
+def edited(key, value):
     return lambda path: rewrite_manifest(path, lambda tree: tree.update({key: value}))
 
 
-def listed(path: str) -> list[dict[str, Any]]:
+def listed(path):
     return [{"path": path, "size_bytes": 0, "sha256": "0" * 64}]
 
 
@@ -115,9 +114,9 @@ def test_publish_repairs_and_then_writes_nothing(tmp_path, monkeypatch):
     commit(tmp_path, 20)
     # The rename of the pointer may not be on the disk yet: it is written again before the mark.
     point(tmp_path, "20")
-    renamed_or_created: list[str] = []
+    renamed_or_created = []
 
-    def observe(operation: fsio.Operation) -> None:
+    def observe(operation):
         if operation.kind in ("rename", "create"):
             renamed_or_created.append((operation.target or operation.path).name)
 
@@ -182,7 +181,7 @@ def test_a_displaced_run_cannot_commit_a_save_that_the_next_run_is_deleting(tmp_
     staging = stage(tmp_path, 20)
     results = []
 
-    def commit_late(operation: fsio.Operation) -> None:
+    def commit_late(operation):
         if operation.kind == "unlink":
             monkeypatch.setattr(fsio, "observer", None)
             with pytest.raises(FileNotFoundError):
@@ -201,7 +200,7 @@ def test_rotation_keeps_newest_pointer_protected_and_all_that_is_not_committed(t
     (commit(tmp_path, 40) / "data.pt").unlink()
     point(tmp_path, "9")
 
-    def victims(keep: int | None, *protect: int) -> list[int | None]:
+    def victims(keep, *protect):
         paths = retention.checkpoints_to_delete(tmp_path, keep=keep, protect=set(protect))
         return [layout.parse_step(path.name) for path in paths]
 
@@ -233,7 +232,7 @@ def test_an_unpublished_checkpoint_does_not_outrank_a_pointer_moved_back_later(t
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOSPC, "full")])
 @pytest.mark.parametrize("place", [(fsio, "atomic_write"), (retention, "worth_keeping")])
 def test_an_error_after_the_commit_does_not_undo_it(tmp_path, monkeypatch, caplog, place, error):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise error
 
     save(tmp_path, 1)
@@ -250,7 +249,7 @@ def test_a_rename_that_was_carried_out_and_reported_as_failed_counts(tmp_path, m
     """A server carried out the rename, the reply was lost, and the retry finds nothing."""
     real = os.rename
 
-    def rename(source: Any, target: Any) -> None:
+    def rename(source, target):
         real(source, target)
         raise OSError(errno.ESTALE, "Stale file handle", str(source))
 
@@ -265,7 +264,7 @@ def test_another_runs_checkpoint_of_the_same_step_is_not_mistaken_for_ours(tmp_p
     staging = stage(tmp_path, 2)
     real = os.rename
 
-    def lose_the_race(source: Any, target: Any) -> None:
+    def lose_the_race(source, target):
         fsio.remove_tree(Path(source))
         monkeypatch.setattr(os, "rename", real)
         commit(tmp_path, 2)

@@ -12,7 +12,7 @@ VALUES = {"data": "d1", "train_batch_size": 8, "seed": 1, "tokenizer": "t1", "mo
 VALUES |= {"validation": "v1", "other_parts": "o1", "torch": "2.13"}
 
 
-def fingerprints(*overrides: str, **values: object) -> dict[str, str]:
+def fingerprints(*overrides, **values):
     return describe_run(load_config(list(overrides)).resolved, **{**VALUES, **values})
 
 

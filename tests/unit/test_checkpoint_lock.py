@@ -10,9 +10,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +21,7 @@ from trainer.runtime import heartbeat
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[tuple[int, int]]:
+def holder(tmp_path):
     """A process that takes the lock and sleeps. Returns its pid and the pid of its forked worker."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -124,7 +122,7 @@ def test_a_fenced_run_does_not_hold_it(tmp_path, fault):
 
 
 def test_a_file_system_that_does_not_answer_is_not_held(tmp_path, monkeypatch):
-    def fail(*arguments: object) -> None:
+    def fail(*arguments):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with RunLock(tmp_path) as lock:
@@ -152,7 +150,7 @@ def test_a_lock_on_a_file_removed_meanwhile_does_not_count(tmp_path, monkeypatch
     flock = fcntl.flock
     calls = []
 
-    def remove_first(descriptor: int, operation: int) -> None:
+    def remove_first(descriptor, operation):
         if not calls:
             (tmp_path / LOCK).unlink()
         calls.append(descriptor)
@@ -166,7 +164,7 @@ def test_a_lock_on_a_file_removed_meanwhile_does_not_count(tmp_path, monkeypatch
 def test_a_file_system_without_locks_is_refused_unless_it_is_accepted(
     tmp_path, monkeypatch, caplog
 ):
-    def refuse(descriptor: int, operation: int) -> None:
+    def refuse(descriptor, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)

@@ -6,7 +6,6 @@ import json
 import math
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from checkpoint_fakes import commit, manifest_of, sealed
@@ -42,7 +41,7 @@ def test_a_state_that_is_not_finite_has_no_manifest():
             replace(GOOD, loss=bad).to_json()
 
 
-def mutated(key: str, value: Any) -> str:
+def mutated(key, value):
     tree = json.loads(GOOD.to_json())
     *path, last = key.split(".")
     node = tree

@@ -5,7 +5,6 @@ permanently.
 import os
 import signal
 import time
-from pathlib import Path
 
 from checkpoint_fakes import commit, expected_files, files_of, save
 
@@ -14,11 +13,11 @@ from trainer.checkpoint.layout import READING_PREFIX
 from trainer.checkpoint.reading import pinned
 
 
-def inspected(run_dir: Path, step: int) -> layout.CheckpointInfo:
+def inspected(run_dir, step):
     return layout.inspect(run_dir / layout.step_dir_name(step))
 
 
-def reading(run_dir: Path) -> list[Path]:
+def reading(run_dir):
     return list(run_dir.glob(f"{READING_PREFIX}*"))
 
 
@@ -39,7 +38,7 @@ def test_what_is_read_outlives_its_checkpoint(tmp_path):
 
 
 def test_without_links_a_reader_gets_the_checkpoint_itself(tmp_path, monkeypatch):
-    def refuse(*paths: object) -> None:
+    def refuse(*paths):
         raise PermissionError("no hard links here")
 
     save(tmp_path, 2)

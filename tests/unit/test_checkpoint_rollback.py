@@ -1,10 +1,7 @@
 """A run reads its rollbacks exactly as written, and never guesses them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoint_fakes import rewrite_manifest, save
@@ -41,9 +38,7 @@ def test_a_file_that_cannot_be_read_ends_the_start(tmp_path, text):
         rollback.read(tmp_path)
 
 
-def rollbacks_at_start(
-    world: Any, run_dir: Path, fingerprints: Mapping[str, str], **changes: str
-) -> Rollbacks:
+def rollbacks_at_start(world, run_dir, fingerprints, **changes):
     """Start a run and save nothing."""
     config = replace(trainer_config(run_dir, Recipe()), **changes)
     begun = begin(config, fingerprints, world, total_steps=99)

@@ -2,8 +2,6 @@
 
 import os
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +13,10 @@ from trainer.checkpoint.shards import CorruptShardError, read_torch
 class Canary:
     """Creates a file when a loader that runs code unpickles it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self._path = path
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (str(self._path),)
 
 

@@ -28,7 +28,7 @@ def test_shared_memory_counts_once():
 
 
 def test_a_lack_of_memory_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
-    def lack(*arguments: object, **settings: object) -> None:
+    def lack(*arguments, **settings):
         raise MemoryError
 
     monkeypatch.setattr(torch, "load", lack)

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,18 +15,18 @@ from trainer.train.start.inputs import prepare_inputs
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
+def files(tmp_path):
     write_sources(tmp_path)
     return tmp_path
 
 
-def append(path: Path, *pairs: tuple[str, str]) -> None:
+def append(path, *pairs):
     with path.open("a") as file:
         for question, answer in pairs:
             file.write(json.dumps({"q": question, "a": answer}) + "\n")
 
 
-def stats(capsys: pytest.CaptureFixture[str], *given: str) -> Any:
+def stats(capsys, *given):
     assert main(["stats", *given]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -2,7 +2,6 @@
 
 import os
 import random
-from pathlib import Path
 
 import pytest
 from checkpoint_fakes import content_of, expected_files, is_whole, save, write_unfinished
@@ -50,7 +49,7 @@ def test_prune_is_refused_while_a_run_trains(run_dir, call, options):
     assert call("prune", run_dir, "--keep", 1, *options)[0] == 0
 
 
-def random_state(run_dir: Path, chance: random.Random) -> None:
+def random_state(run_dir, chance):
     """Saves, some of them damaged, possibly a pointer that was moved, and leftovers."""
     run_dir.mkdir()
     steps = sorted(chance.sample(range(10, 100), chance.randint(1, 5)))
@@ -62,7 +61,7 @@ def random_state(run_dir: Path, chance: random.Random) -> None:
     leave_behind(run_dir)
 
 
-def resumes(path: Path) -> bool:
+def resumes(path):
     """Return True if everything except the export is complete. Independent of the code under test."""
     return all(
         (path / name).read_bytes() == data
@@ -71,7 +70,7 @@ def resumes(path: Path) -> bool:
     )
 
 
-def resumed_step(run_dir: Path) -> int | None:
+def resumed_step(run_dir):
     """Return the step that a start would load: the first complete candidate."""
     try:
         return next(

@@ -23,9 +23,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def call(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Call:
+def call(capsys, tmp_path, monkeypatch):
     """Run the command next to two runs, `ours` and `swift`. Return exit code, stdout and stderr."""
     for name, write in (("ours", write_own), ("swift", write_swift)):
         (tmp_path / name).mkdir()

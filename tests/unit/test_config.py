@@ -19,7 +19,7 @@ from trainer.config import (
 from trainer.train.start.compose import as_word, load_config
 
 
-def error_of(*overrides: str) -> str:
+def error_of(*overrides):
     with pytest.raises(ConfigError) as caught:
         load_config(list(overrides))
     return str(caught.value)
@@ -124,7 +124,7 @@ def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch):
     assert data["cache_dir"] + data["train_files"] == "/h/a/h/b"
 
 
-def source(name: str, files: str | list[str], **columns: str) -> Source:
+def source(name, files, **columns):
     return Source(name, files, 1.0, -1, None, RowKeys(**columns))  # type: ignore[arg-type]
 
 

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-import pytest
 import tokenizer_fixtures as fixtures
 from prepared import CHATS, OPTIONS, good_rows, run, run_rows, write_rows
 
 from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.formats import vocabulary_digest
-from trainer.data.samples import Samples, SourceSamples
+from trainer.data.samples import Samples
 from trainer.data.show import announce
 
 ASK = {"role": "user", "content": "hi"}
@@ -16,9 +15,7 @@ ANSWER = {"role": "assistant", "content": "hello"}
 THINKING = {**ANSWER, "reasoning_content": "hm", "rating": 5}
 
 
-def announced(
-    caplog: pytest.LogCaptureFixture, train: Samples, validation: Samples | None = None
-) -> str:
+def announced(caplog, train, validation=None):
     """Return the lines that announce samples at the start of a run on one rank."""
     caplog.clear()
     caplog.set_level("INFO")
@@ -41,7 +38,7 @@ def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, ca
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     options = replace(OPTIONS, keys=CHATS)
 
-    def lines(template: str) -> str:
+    def lines(template):
         prepared = run(path, options, cache=tmp_path, template=template)
         return announced(caplog, Samples([prepared.whole("rows")]))
 
@@ -61,7 +58,7 @@ def test_the_start_warns_about_validation_samples_that_are_also_trained(tmp_path
     rows = run_rows(tmp_path, *good_rows(9)).whole("rows")
     train, held_out = rows.split(0.4, seed=1)
 
-    def lines(validation: SourceSamples) -> str:
+    def lines(validation):
         return announced(caplog, Samples([train]), Samples([validation]))
 
     assert "about 100% of the validation samples are also training samples" in lines(train)

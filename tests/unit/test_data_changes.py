@@ -5,7 +5,6 @@ run or change during it.
 import itertools
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +15,14 @@ from trainer.data import readers, token_cache
 from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.data.prepare import ROWS, TOKENS
-from trainer.data.samples import Samples, TokenDataset
+from trainer.data.samples import Samples
 from trainer.errors import DataError, ResumableError
 
 NUM_ROWS = 30
 PLAN = RankPlan(0, 1, Limits(None, None), 0.01)
 
 
-def flip(path: Path) -> None:
+def flip(path):
     """Change one bit in the same file."""
     with path.open("r+b") as file:
         content = bytearray(file.read())
@@ -32,7 +31,7 @@ def flip(path: Path) -> None:
         file.write(content)
 
 
-def replace(path: Path) -> None:
+def replace(path):
     """Rename another file to this name."""
     other = path.with_suffix(".new")
     shutil.copyfile(path, other)
@@ -40,11 +39,11 @@ def replace(path: Path) -> None:
     other.replace(path)
 
 
-def tear(path: Path) -> None:
+def tear(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def empty(path: Path) -> None:
+def empty(path):
     """Reading the mapping of a truncated file would kill the process."""
     os.truncate(path, 0)
 
@@ -52,7 +51,7 @@ def empty(path: Path) -> None:
 # Files of rows
 
 
-def acts_at(actions: dict[int, Callable[[], object]]) -> Callable[[], None]:
+def acts_at(actions):
     """Return a `progress` that performs an action at its calls with these numbers."""
     calls = itertools.count(1)
     return lambda: actions.get(next(calls), lambda: None)()
@@ -63,7 +62,7 @@ def acts_at(actions: dict[int, Callable[[], object]]) -> Callable[[], None]:
 def test_tokens_are_never_kept_under_the_hash_of_other_rows(tmp_path, monkeypatch, change, moment):
     monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
     path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
-    calls: list[None] = []
+    calls = []
     run(path, cache=tmp_path / "clean", progress=lambda: calls.append(None))
     num_calls = len(calls) - 1  # the last one is of the hash that finds the change
     call = {"hash": 1, "middle": num_calls // 2, "last row": num_calls}[moment]
@@ -94,7 +93,7 @@ def test_a_change_that_coarse_times_do_not_show_is_found_by_its_hash(tmp_path, m
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def prepared(tmp_path_factory):
     """A file of rows, and the cache with its tokens."""
     directory = tmp_path_factory.mktemp("prepared")
     path = write_rows(directory / "rows.jsonl", *good_rows(300))
@@ -149,7 +148,7 @@ def test_the_name_of_a_cache_covers_the_code_that_makes_it(tmp_path, monkeypatch
 # Prepared tokens during a run
 
 
-def steps_of(dataset: TokenDataset, num_workers: int = 0) -> TrainLoader:
+def steps_of(dataset, num_workers=0):
     samples = Samples([dataset.whole("rows")])
     schedule = Schedule(samples.shares, 5, seed=1)
     return TrainLoader(
@@ -178,7 +177,7 @@ def test_a_batch_during_whose_reading_the_tokens_changed_is_not_handed_out(
     dataset = run_rows(tmp_path, *good_rows(NUM_ROWS))
     sample = Samples.sample
 
-    def changing(self: Samples, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
+    def changing(self, sample_id):
         flip(dataset.directory / TOKENS)
         return sample(self, sample_id)
 

@@ -2,8 +2,6 @@
 token.
 """
 
-from typing import Any
-
 import pytest
 import tokenizer_fixtures as fixtures
 from chat_families import PHI
@@ -23,15 +21,15 @@ CODE = "```python\ndef f(x):\n        return 🙂\n```"
 ANSWERS = ["hello world", "  two spaces around  ", "你好，世界 café 🙂👩‍🚀", CODE, THINKING]
 
 
-def chat(*answers: str, system: bool = False) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "be kind"}] if system else []
+def chat(*answers, system=False):
+    messages = [{"role": "system", "content": "be kind"}] if system else []
     for number, answer in enumerate(answers):
         messages.append({"role": "user", "content": f"question {number}?"})
         messages.append({"role": "assistant", "content": answer})
     return messages
 
 
-def reason(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+def reason(template, messages, **options):
     [why] = supervised(messages, make_tokenizer(template), turns="together", **options)
     return why
 

@@ -18,7 +18,7 @@ ONE = {"role": "assistant", "content": "one"}
 TWO = {"role": "assistant", "content": "two"}
 
 
-def calling(name: str, arguments: object) -> Message:
+def calling(name, arguments):
     """An assistant message that calls a tool."""
     function = {"name": name, "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}
@@ -29,7 +29,7 @@ CALLING = calling("add", {"a": 1, "b": 'x <y> & "z"'})
 RESULT = {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call00001"}
 
 
-def trained(template: str, *messages: Message, **options: Any) -> str:
+def trained(template, *messages, **options):
     tokenizer = make_tokenizer(template)
     return "".join(supervised(list(messages), tokenizer, turns="together", **options))
 

@@ -6,8 +6,6 @@ import gzip
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,25 +21,25 @@ GOOD = json.dumps({"messages": [USER, ANSWER]}).encode() + b"\n"
 MANY = GOOD * 50
 
 
-def chat(*messages: object, **columns: object) -> bytes:
+def chat(*messages, **columns):
     return json.dumps({"messages": list(messages), **columns}).encode()
 
 
-def parquet(**columns: object) -> bytes:
+def parquet(**columns):
     sink = io.BytesIO()
     pq.write_table(pa.table(columns), sink)
     return sink.getvalue()
 
 
-def call(**message: object) -> dict[str, object]:
+def call(**message):
     return {"role": "assistant", "content": "", **message}
 
 
-def nested(depth: int) -> str:
+def nested(depth):
     return "[" * depth + "]" * depth
 
 
-def json_calls(text: str) -> list[object]:
+def json_calls(text):
     return [{"type": "function", "function": {"name": "f", "arguments": text}}]
 
 
@@ -110,7 +108,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 }
 
 
-def refusal(*files: Path) -> str:
+def refusal(*files):
     """Return the message about files that cannot be used for training. Nothing of them is kept."""
     cache = files[0].with_name("cache")
     with pytest.raises(DataError) as error:
@@ -119,7 +117,7 @@ def refusal(*files: Path) -> str:
     return str(error.value)
 
 
-def listed(directory: Path) -> list[dict[str, Any]]:
+def listed(directory):
     """Return the rows in the list of bad rows that a message names."""
     (path,) = (directory / "cache").glob("bad_rows_*.jsonl")
     return list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))

@@ -6,11 +6,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,13 +32,13 @@ for address in sys.argv[1:]:
 """
 
 
-def parquet(text: str) -> bytes:
+def parquet(text):
     sink = BytesIO()
     pq.write_table(pa.table({"text": [text]}), sink)
     return sink.getvalue()
 
 
-def commit(name: str) -> dict[str, bytes]:
+def commit(name):
     return {
         "data/train-00000-of-00002.parquet": parquet(f"{name} 0"),
         "data/train-00001-of-00002.parquet": parquet(f"{name} 1"),
@@ -58,17 +57,17 @@ class Hub(BaseHTTPRequestHandler):
     refs: ClassVar = {"main": OLD}
     gets: ClassVar[list[str]] = []
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.do_GET()
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         match self.path.partition("?")[0].strip("/").split("/"):
             case ["api", "datasets", "org", "name", *more]:
                 self._tell(more[1] if len(more) > 1 else "main", is_tree=more[:1] == ["tree"])
             case ["datasets", "org", "name", "resolve", revision, *place]:
                 self._send(revision, "/".join(place))
 
-    def _tell(self, revision: str, *, is_tree: bool) -> None:
+    def _tell(self, revision, *, is_tree):
         sha = self.refs.get(revision, revision)
         if sha not in self.commits:
             return self._answer(b"{}", {"X-Error-Code": "RevisionNotFound"}, 404)
@@ -79,13 +78,13 @@ class Hub(BaseHTTPRequestHandler):
         answer = json.dumps(tree if is_tree else {**content, "siblings": siblings}).encode()
         return self._answer(answer, {"Content-Type": "application/json"})
 
-    def _send(self, revision: str, name: str) -> None:
+    def _send(self, revision, name):
         sha = self.refs.get(revision, revision)
         self.gets.append(f"{self.command} {name}")
         headers = {"X-Repo-Commit": sha, "ETag": f'"{sha[:8]}{hash(name):x}"'}
         return self._answer(self.commits[sha][name], headers)
 
-    def _answer(self, content: bytes, headers: dict[str, str], status: int = 200) -> None:
+    def _answer(self, content, headers, status=200):
         self.send_response(status)
         for key, value in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(key, value)
@@ -93,12 +92,12 @@ class Hub(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(content)
 
-    def log_message(self, *_args: Any) -> None:
+    def log_message(self, *_args):
         """The message does not appear on the terminal."""
 
 
 @pytest.fixture
-def endpoint() -> Iterator[str]:
+def endpoint():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -108,7 +107,7 @@ def endpoint() -> Iterator[str]:
     thread.join()
 
 
-def resolve(cache: Path, endpoint: str, *addresses: str, **more: str) -> tuple[list[str], str]:
+def resolve(cache, endpoint, *addresses, **more):
     """Return the result of each address and the log. A separate process does it, because the client
     reads its environment once.
     """
@@ -121,7 +120,7 @@ def resolve(cache: Path, endpoint: str, *addresses: str, **more: str) -> tuple[l
     return done.stdout.splitlines(), done.stderr
 
 
-def texts(line: str) -> list[object]:
+def texts(line):
     return [row.record["text"] for path in line.split() for row in iter_rows(Path(path), ("text",))]
 
 

@@ -1,7 +1,5 @@
 """Parquet files: only needed columns are read, nulls are removed, odd values are bad rows."""
 
-from pathlib import Path
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -10,7 +8,6 @@ from prepared import CHATS, messages_of, parsed
 from trainer.config import RowKeys
 from trainer.data.formats import columns_of
 from trainer.data.readers import iter_rows
-from trainer.data.rows import Row
 from trainer.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
@@ -22,7 +19,7 @@ NO_TEXT = pa.StringArray.from_buffers(2, BYTES.buffers()[1], BYTES.buffers()[2])
 PAIR = RowKeys(prompt_key="q", response_key="a")
 
 
-def read(path: Path, table: pa.Table, keys: RowKeys = CHATS) -> list[Row]:
+def read(path, table, keys=CHATS):
     pq.write_table(table, path)
     return list(iter_rows(path, columns_of(keys)))
 

@@ -5,7 +5,6 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
 from multiprocessing import current_process, get_context
 from pathlib import Path
 
@@ -24,20 +23,20 @@ OPTIONS = dataclasses.replace(OPTIONS, on_bad_row="skip", truncation="right", ma
 
 
 @pytest.fixture(autouse=True)
-def _few_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_rows_are_many(monkeypatch):
     monkeypatch.setattr(readers, "BLOCK_ROWS", 4)
 
 
-def with_cpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def with_cpus(monkeypatch, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
 
 
-def endless() -> Iterator[tuple[int, RowBlock]]:
+def endless():
     for number in itertools.count(1):
         yield 0, RowBlock(Path("endless.json"), [(number, {"q": "hi", "a": "answer"})])
 
 
-def children_of(pid: int) -> set[psutil.Process]:
+def children_of(pid):
     children = psutil.Process(pid).children()
     return {child for child in children if child.status() != psutil.STATUS_ZOMBIE}
 
@@ -79,7 +78,7 @@ def test_a_killed_process_is_an_error_and_the_others_end(monkeypatch):
     assert children_of(os.getpid()) == before
 
 
-def _prepare_for_ever() -> None:
+def _prepare_for_ever():
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a forked process
     for _ in prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), endless()):
         pass

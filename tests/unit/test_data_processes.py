@@ -5,7 +5,6 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,11 +14,11 @@ from rank_server import CONTEXT
 from trainer.data import token_cache
 
 
-def _no_locks(*_: Any) -> None:
+def _no_locks(*_):
     raise OSError(errno.ENOLCK, "no locks available")
 
 
-def _prepare(path: Path, cache: Path, has_locks: bool, results: Any) -> None:
+def _prepare(path, cache, has_locks, results):
     """Put the fingerprint of the rows, and whether this process prepared them."""
     if not has_locks:
         fcntl.flock = _no_locks  # type: ignore[assignment]
@@ -28,7 +27,7 @@ def _prepare(path: Path, cache: Path, has_locks: bool, results: Any) -> None:
     results.put((fingerprint, written.called))
 
 
-def _caches(cache: Path) -> list[Path]:
+def _caches(cache):
     return [entry for entry in (cache / "tokens").iterdir() if entry.is_dir()]
 
 
@@ -50,7 +49,7 @@ def test_processes_that_prepare_at_once_see_the_same(tmp_path, has_locks):
     assert sum(have_prepared) == 1 or not has_locks
 
 
-def _killed(*_: Any, **__: Any) -> None:
+def _killed(*_, **__):
     raise KeyboardInterrupt
 
 

@@ -1,7 +1,6 @@
 """The order of an epoch over sources, and their samples under common ids."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +31,9 @@ def test_rows_come_as_often_as_asked_and_over_epochs_equally_often(shares):
             assert own.max() - own.min() <= 1
 
 
-def source(name: str, count: int, repeat: float = 1.0, **changes: Any) -> SourceSamples:
+def source(name, count, repeat=1.0, **changes):
     """Samples without tokens, which are distinguished by their places."""
-    dataset: Any = SimpleNamespace(
+    dataset = SimpleNamespace(
         summary=SimpleNamespace(fingerprint=changes.get("fingerprint", name)),
         bounds=changes.get("bounds"),
         location=lambda index: f"{name}{index + 1}",

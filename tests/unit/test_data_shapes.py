@@ -11,7 +11,6 @@ import pytest
 import tokenizer_fixtures as fixtures
 from prepared import CHATS, encoded, marked, messages_of, parsed
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
 
 from trainer.config import RowKeys
 from trainer.data.formats import Conversation, vocabulary_digest
@@ -24,7 +23,7 @@ ASSISTANT = {"role": "assistant", "content": "hello"}
 CHAT = json.dumps([USER, ASSISTANT])
 
 
-def with_bos() -> PreTrainedTokenizerFast:
+def with_bos():
     tokenizer = fixtures.make_tokenizer(None, eos_token="</s>")
     bos = [("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

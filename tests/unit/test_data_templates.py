@@ -1,7 +1,6 @@
 """The templates that come with the package."""
 
 import json
-from typing import Any
 
 import pytest
 import tokenizer_fixtures as fixtures
@@ -20,19 +19,19 @@ TOOL = {"type": "function", "function": WEATHER}
 RESULT = {"role": "tool", "content": "3 degrees"}
 
 
-def calls(*cities: str, content: str = "") -> dict[str, Any]:
+def calls(*cities, content=""):
     functions = [{"name": "weather", "arguments": {"city": city}} for city in cities]
     tool_calls = [{"type": "function", "function": function} for function in functions]
     return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
 
-def trained(template: str, *messages: dict[str, Any], tools: Any = None) -> list[str]:
+def trained(template, *messages, tools=None):
     """The supervised texts of a conversation, sample after sample."""
     tokenizer = fixtures.make_tokenizer(template, eos_token="</s>")
     return supervised({"messages": list(messages), "tools": tools}, tokenizer)
 
 
-def ours(name: str) -> str:
+def ours(name):
     return read_chat_template(name) or ""
 
 
@@ -70,7 +69,7 @@ def test_tokens_that_a_template_of_ours_needs_are_asked_for(tmp_path):
     words = [f"data.train_files={tmp_path}/rows.jsonl", f"data.cache_dir={tmp_path}/cache"]
     words += [f"model.partial_pretrain={tmp_path}", "model.random_weights=true"]
 
-    def template_of(name: str) -> str | None:
+    def template_of(name):
         config = load_config([*words, "data.val_ratio=0", f"data.chat_template={name}"])
         return prepare_data_alone(config).chat_template
 

@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from tokenizer_fixtures import make_tokenizer
 
 from trainer.config import RowKeys
 from trainer.data import readers
-from trainer.data.samples import TokenDataset
 from trainer.errors import DataError
 from trainer.runtime.files import locked
 
@@ -68,7 +65,7 @@ BAD_FILE = f"""{{"q": "question 0", "a": "answer 0"}}
 {{"q": "question 2", "a": "answer 2"}}"""
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
+def json_lines(path):
     return list(map(json.loads, path.read_text().splitlines()))
 
 
@@ -121,7 +118,7 @@ LONG = "one two three four five six seven eight nine ten eleven twelve"
 
 
 def test_a_long_text_becomes_samples_in_which_each_token_is_trained_once(tmp_path):
-    def split(*texts: str, max_length: int) -> TokenDataset:
+    def split(*texts, max_length):
         rows = [{"text": text} for text in texts]
         keys = RowKeys(text_key="text")
         return run_rows(tmp_path, *rows, keys=keys, max_length=max_length, truncation="split")

@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizer_fixtures as fixtures
-from chat_families import FAMILIES, Family
+from chat_families import FAMILIES
 from prepared import marked as marked_by
 from prepared import run_rows
-from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RowKeys
 from trainer.data.chat import RowEncoder
 from trainer.data.rows import PrepareOptions, Row
-from trainer.data.tokens import Encoded
 
 NUM_CONVERSATIONS = 12
 WORDS = [
@@ -38,19 +36,19 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 Message = dict[str, Any]
 
 
-def generated_row(family: Family, draw: random.Random) -> dict[str, Any]:
+def generated_row(family, draw):
     """One to four questions. Some have tool calls, reasoning, a system text, or a question without
     an answer.
     """
 
-    def said(role: str, **more: Any) -> Message:
+    def said(role, **more):
         return {
             "role": role,
             "content": " ".join(draw.choices(WORDS, k=draw.randint(1, 4))),
             **more,
         }
 
-    def answer(*calls: Any) -> Message:
+    def answer(*calls):
         message = said("assistant")
         if calls:
             message |= {"content": draw.choice(["", "I add."]), "tool_calls": list(calls)}
@@ -60,7 +58,7 @@ def generated_row(family: Family, draw: random.Random) -> dict[str, Any]:
                 message["content"] = ""
         return message
 
-    messages: list[Message] = []
+    messages = []
     if family.system and draw.random() < 0.4:
         messages.append(said("system"))
     has_tools = family.tools and draw.random() < 0.4
@@ -78,9 +76,9 @@ def generated_row(family: Family, draw: random.Random) -> dict[str, Any]:
     return {"messages": messages, "tools": TOOLS if has_tools else None}
 
 
-def as_template_wants(messages: list[Message], family: Family) -> list[Message]:
+def as_template_wants(messages, family):
     """Return the messages with tool arguments in the form that the family's template accepts."""
-    found: list[Message] = json.loads(json.dumps(messages))
+    found = json.loads(json.dumps(messages))
     for message in found:
         for call in message.get("tool_calls", ()):
             given = call["function"]["arguments"]
@@ -90,14 +88,12 @@ def as_template_wants(messages: list[Message], family: Family) -> list[Message]:
     return found
 
 
-def served(
-    row: dict[str, Any], index: int, family: Family, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, str]:
+def served(row, index, family, tokenizer):
     """Return the prompt that a server renders for a turn, and the text that the model must then
     generate until the server stops.
     """
     messages = as_template_wants(row["messages"], family)
-    settings: dict[str, Any] = {"tools": row["tools"], "tokenize": False, **family.kwargs}
+    settings = {"tools": row["tools"], "tokenize": False, **family.kwargs}
     prompt = str(
         tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, **settings)
     )
@@ -111,7 +107,7 @@ def served(
     return prompt, whole[len(prompt) : min(ends)]
 
 
-def shown(sample: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+def shown(sample, tokenizer):
     """Return (text before, text) of each supervised stretch of a sample."""
     bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=False, append=False)).tolist()
     decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -163,7 +159,7 @@ THINKING = [ASK, {**ONE, "reasoning_content": "hm"}, ASK, TWO]
 FIRST = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def marked(*messages: Message, template: str = fixtures.QWEN3, **options: Any) -> list[str]:
+def marked(*messages, template=fixtures.QWEN3, **options):
     return marked_by(list(messages), fixtures.make_tokenizer(template), **options)
 
 

@@ -12,7 +12,7 @@ from curves import HELD_OUT, LOSSES, TUNED, Curve, decaying, drift, healthy, lev
 from guard_trials import watch
 
 from trainer.config import ConfigError, GuardRule
-from trainer.train.detection import Anomaly, Detector, Level, StepLimits, require_usable_rules
+from trainer.train.detection import Detector, Level, StepLimits, require_usable_rules
 from trainer.train.step import is_left_out
 
 WARM = 100
@@ -20,11 +20,11 @@ KEY = "data/pad_frac"
 STEP = {"train/loss": 2.0, "train/grad_norm": 1.0, "train/total_valid_token_count": 10.0}
 
 
-def constant(num_steps: int, *, loss: float = 2.0, grad_norm: float = 1.0) -> Curve:
+def constant(num_steps, *, loss=2.0, grad_norm=1.0):
     return Curve(np.full(num_steps, loss), np.full(num_steps, grad_norm))
 
 
-def told(events: list[Anomaly]) -> list[tuple[int, str]]:
+def told(events):
     return [(event.step, event.level.value) for event in events]
 
 

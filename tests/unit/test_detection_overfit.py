@@ -1,7 +1,6 @@
 """Overfitting and early stopping, from curves of validation and training losses."""
 
 import json
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,9 +8,7 @@ import pytest
 from trainer.train.detection.validations import ValidationWatch
 
 
-def judged(
-    val_losses: Sequence[float], train_losses: Sequence[float]
-) -> tuple[list[int], ValidationWatch]:
+def judged(val_losses, train_losses):
     """Return the validations that count as overfitting, and the watch after them. It is restored
     from its state before each validation.
     """

@@ -35,7 +35,7 @@ Outcomes = Mapping[Family, Sequence[Outcome]]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Outcomes:
+def outcomes():
     return {
         family: [
             trial(family, seed, ASKED)
@@ -45,11 +45,11 @@ def outcomes() -> Outcomes:
     }
 
 
-def of(outcomes: Outcomes, families: Sequence[Family]) -> list[Outcome]:
+def of(outcomes, families):
     return [outcome for family in families for outcome in outcomes[family]]
 
 
-def steady(group: str) -> list[Family]:
+def steady(group):
     """Families whose gradients do not come in waves."""
     return [family for family in GROUPS[group] if family[1] != "persistent"]
 

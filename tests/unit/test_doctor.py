@@ -16,11 +16,10 @@ from checkpoint_fakes import save
 
 from trainer.checkpoint import fsio
 from trainer.cli import doctor
-from trainer.config import Config
 from trainer.launch import checks as machine
 from trainer.quickstart import MODEL_DIR
 from trainer.tools.plan import memory
-from trainer.tools.plan.memory import Change, MemoryPlan, planner
+from trainer.tools.plan.memory import Change, planner
 from trainer.tools.verify import checks
 from trainer.train.start.compose import load_config, with_words
 
@@ -31,7 +30,7 @@ ROW = '{{"messages": [{{"role": "user", "content": "Hi {0}"}}, {{"role": "assist
 class Scene:
     """A good machine and recipe, in the working directory. Its methods inject faults."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch):
         self.patch = patch
         self.write("rows.jsonl", "".join(ROW.format(number) for number in range(4)))
         self.write("val.jsonl", ROW.format("there"))
@@ -43,15 +42,15 @@ class Scene:
         patch.setattr(machine, "RDMA_DEVICES", Path("none"))
         self.free()
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name, text):
         Path(name).write_text(text)
 
-    def free(self, size_bytes: int = 100 * GIB, shared_bytes: int = GIB) -> None:
+    def free(self, size_bytes=100 * GIB, shared_bytes=GIB):
         self.patch.setattr(
             fsio, "free_bytes", lambda path: shared_bytes if "shm" in str(path) else size_bytes
         )
 
-    def cards(self, *, free_gib: int = 80, host_gib: float = 900) -> None:
+    def cards(self, *, free_gib=80, host_gib=900):
         self.patch.setattr(machine, "gpus_for_run", lambda device: 2)
         self.patch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
         self.patch.setattr(memory, "host_memory_bytes", lambda: host_gib * GIB)
@@ -59,13 +58,13 @@ class Scene:
         self.patch.setattr(torch.cuda, "get_device_name", lambda card: "H100")
         self.patch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
 
-    def model(self, **changes: object) -> None:
+    def model(self, **changes):
         shutil.copytree(MODEL_DIR, "model")
         config = json.loads(Path("model/config.json").read_text())
         self.write("model/config.json", json.dumps(config | changes))
         self.write("model/model.safetensors", "")
 
-    def checkpoint(self, pointer: str = "2") -> None:
+    def checkpoint(self, pointer="2"):
         Path("run").mkdir()
         save(Path("run").absolute(), 2)
         self.write(POINTER, pointer)
@@ -129,14 +128,14 @@ FAULTS: dict[str, tuple[str, Plant, str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def planned() -> MemoryPlan:
+def planned():
     return planner(BASE)(Change(2))
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: MemoryPlan) -> Scene:
+def scene(tmp_path, monkeypatch, planned):
     # hydra takes a tenth of a second to read the same files
-    def composed(words: list[str]) -> Config:
+    def composed(words):
         return with_words(BASE, words)
 
     monkeypatch.chdir(tmp_path)
@@ -145,7 +144,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: MemoryPlan) 
     return Scene(monkeypatch)
 
 
-def complaints(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, str]]]:
+def complaints(words, capsys):
     """The exit code, and all that is not ok."""
     code = doctor.main(["2", *WORDS, *words.split(), "--json"])
     checks = json.loads(capsys.readouterr().out)["checks"]

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,13 +26,13 @@ STEPS = 6
 LAST = layout.step_dir_name(STEPS)
 
 
-def values_of(step: int) -> dict[str, float]:
+def values_of(step):
     """Return the compared metrics of a step, and one that differs between runs."""
     values = {"train/loss": 1 / step, "train/grad_norm": 0.1 * step, "train/lr(1e-3)": 1e-3 / 3}
     return {**values, "train/total_token_count": 100 + step, "train/time(s)": random.random()}
 
 
-def log(run_dir: Path, step: int, **changes: float) -> None:
+def log(run_dir, step, **changes):
     """Log a step, which may replace an earlier attempt."""
     metrics = MetricsFile(run_dir / FILE_NAME)
     values = values_of(step) | {f"train/{name}": value for name, value in changes.items()}
@@ -42,7 +41,7 @@ def log(run_dir: Path, step: int, **changes: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(source, tmp_path_factory):
     """A run of two ranks with a checkpoint of its last step."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     run_ranks(run, 2, run_dir, source, Recipe(total_steps=STEPS, save_freq=-1))
@@ -52,23 +51,23 @@ def finished(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runs(finished: Path, tmp_path: Path) -> tuple[Path, Path]:
+def runs(finished, tmp_path):
     left, right = (tmp_path / name for name in ("straight", "resumed"))
     for run_dir in (left, right):
         shutil.copytree(finished, run_dir)
     return left, right
 
 
-def differences(runs: tuple[Path, Path]) -> list[str]:
+def differences(runs):
     return compare_runs(*runs, steps=STEPS).differences
 
 
-def change_data(checkpoint: Path, **changes: Any) -> None:
+def change_data(checkpoint, **changes):
     """Change entries of `data.pt`."""
     path = checkpoint / layout.DATA
     torch.save({**torch.load(path, weights_only=True), **changes}, path)
 
-    def update_size(tree: dict[str, Any]) -> None:
+    def update_size(tree):
         for record in tree["files"]:
             if record["path"] == layout.DATA:
                 record["size_bytes"] = path.stat().st_size

@@ -1,9 +1,7 @@
 """Scoring of checkpoints: each once, with correct numbers, and safe from rotation."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -27,7 +25,7 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 QUESTIONS = [Question(str(i), [i], i % 3, f"q:{i}") for i in range(100)]
 
 
-def answers(export: Path, prompts: Sequence[Sequence[int]], _: int) -> list[str]:
+def answers(export, prompts, _):
     """Replaces an engine: answer with the number modulo 4."""
     return [str(number % 4) for (number,) in prompts]
 
@@ -36,14 +34,14 @@ ASKED = Evaluation("quiz", QUESTIONS, [*map(exact, QUESTIONS)], "exact", "fake",
 KILLED = replace(ASKED, generate=Mock(side_effect=KeyboardInterrupt))
 
 
-def run_with(root: Path, *steps: int) -> Path:
+def run_with(root, *steps):
     root.mkdir(exist_ok=True)
     for step in steps:
         (commit(root, step) / "huggingface/model.safetensors").touch()
     return root
 
 
-def record(run_dir: Path, *words: str) -> None:
+def record(run_dir, *words):
     """Write the configuration of a run with the quickstart's model."""
     config = load_config(list(words)).resolved
     (run_dir / "run.json").write_text(json.dumps({"config": config}))
@@ -75,7 +73,7 @@ def test_a_checkpoint_whose_export_has_no_weights_is_refused_by_name(tmp_path):
 def test_a_checkpoint_that_cannot_be_served_is_named_by_its_own_path(tmp_path):
     """The message does not name the links that the evaluation reads."""
 
-    def refused(export: Path, *_: object) -> list[str]:
+    def refused(export, *_):
         raise ConfigError(f"{export}/model.safetensors cannot be read")
 
     (info,) = layout.committed(run_with(tmp_path, 10))

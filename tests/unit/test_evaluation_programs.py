@@ -53,12 +53,12 @@ Judge = Callable[[str, list[str]], str]
 
 
 @pytest.fixture(autouse=True)
-def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_limit(monkeypatch):
     monkeypatch.setattr(programs, "TIME_LIMIT_S", LIMIT_S)
 
 
 @pytest.fixture(params=["in bubblewrap", "as an ordinary user"])
-def judge(request: pytest.FixtureRequest) -> Judge:
+def judge(request):
     """Run a program with tests, isolated in one of the two ways."""
     if request.param == "in bubblewrap":
         if not has_bubblewrap():
@@ -69,7 +69,7 @@ def judge(request: pytest.FixtureRequest) -> Judge:
     return as_ordinary_user
 
 
-def as_ordinary_user(code: str, tests: list[str]) -> str:
+def as_ordinary_user(code, tests):
     """Judge without bubblewrap, as a user with kernel limits: root becomes nobody."""
     is_root = os.geteuid() == 0
     job = {"code": code, "tests": tests, "seconds": LIMIT_S, "uid": None}
@@ -108,7 +108,7 @@ def test_limits_stop_hostile_programs_and_nothing_is_left(judge):
     assert set(glob.glob(f"{tempfile.gettempdir()}/sft-program-*")) <= directories
 
 
-def _left(before: set[int]) -> list[str]:
+def _left(before):
     name = Path(program_runner.__file__).name
     found = psutil.process_iter(["pid", "cmdline"])
     return [

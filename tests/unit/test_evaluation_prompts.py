@@ -3,8 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -50,18 +48,18 @@ Ask = Callable[..., int]
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch) -> tuple[Path, list[dict[str, Any]], Ask]:
+def asked(tmp_path, monkeypatch):
     """A run directory with a checkpoint, the jobs that vLLM gets, and a function that evaluates
     after a run with the given row and words, optionally with a question from a file.
     """
-    jobs: list[dict[str, Any]] = []
+    jobs = []
     run_dir = tmp_path / "run"
 
-    def served(export: Path, job: dict[str, Any], *, python: str) -> dict[str, Any]:
+    def served(export, job, *, python):
         jobs.append(job)
         return {"ids": [[5]] * len(job["ids"]), "version": "0"}
 
-    def evaluate(row: Any, words: tuple[str, ...], question: Any = None) -> int:
+    def evaluate(row, words, question=None):
         model = tmp_path / "model"
         model.mkdir()
         write_model_config(model)
@@ -87,7 +85,7 @@ def asked(tmp_path, monkeypatch) -> tuple[Path, list[dict[str, Any]], Ask]:
     return run_dir, jobs, evaluate
 
 
-def run_words(root: Path, words: tuple[str, ...]) -> list[str]:
+def run_words(root, words):
     return [
         f"model.partial_pretrain={root / 'model'}",
         "model.random_weights=true",

@@ -15,13 +15,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_own_rows_are_trained_and_their_model_takes_an_adapter(tmp_path, monkeypatch, capsys):
-    def train(*words: str, num_ranks: int | None = None) -> api.RunDirectory:
+    def train(*words, num_ranks=None):
         """Train on forked ranks."""
         code, output = whole_runs.run(num_ranks or 1, *words, log=tmp_path / "log")
         assert code == 0, output
         return api.RunDirectory(Path(load_config(list(words)).trainer.default_local_dir))
 
-    def said_by(script: str, *words: str) -> str:
+    def said_by(script, *words):
         """Run a script with arguments. Return its output."""
         monkeypatch.setattr(sys, "argv", [script, *words])
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -28,17 +27,17 @@ esac
 """
 
 
-def final_codes() -> list[int]:
+def final_codes():
     """Return the exit codes that the same command cannot mend."""
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     return sorted(codes - {errors.EXIT_DONE, errors.EXIT_RESUMABLE})
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Any:
+def job(tmp_path):
     """Start the batch script like SLURM, with an `srun` that runs its arguments."""
 
-    def start(behaviour: str, **env: str) -> "subprocess.Popen[str]":
+    def start(behaviour, **env):
         (tmp_path / "bin").mkdir()
         programs = {
             "srun": FAKE_SRUN.format(

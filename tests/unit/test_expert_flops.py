@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def small_model(name: str) -> Any:
+def small_model(name):
     settings = family_settings(name, **{"hidden_size": 64, **FAMILIES[name]})
     return AutoModelForCausalLM.from_config(
         AutoConfig.for_model(name, **settings),

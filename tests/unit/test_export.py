@@ -1,7 +1,6 @@
 """Tests of an export that is written from a plan, without a model or a run."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ BUFFER = torch.tensor([2.0, 1 / 7])
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> ExportSource:
+def source(tmp_path):
     config = {"dtype": "float32", "text_config": {"dtype": "float32", "torch_dtype": "float32"}}
     directory = tmp_path / "model"
     directory.mkdir()

@@ -31,7 +31,7 @@ assert not heavy, heavy
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def words(tmp_path):
     """The overrides of a run that has ended at step 4, and its files in `run`."""
     (tmp_path / "model").mkdir()
     (tmp_path / "run").mkdir()

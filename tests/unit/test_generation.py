@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,14 +22,14 @@ SAMPLING = {
 }
 
 
-def answers(export: Path, *texts: str) -> list[str]:
+def answers(export, *texts):
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
     prompts = [tokenizer(text).input_ids for text in texts]
     return make_generate("transformers", "")(export, prompts, 8)
 
 
 @pytest.fixture
-def export(tmp_path: Path) -> Path:
+def export(tmp_path):
     path = tmp_path / "huggingface"
     shutil.copytree(MODEL_DIR, path)
     torch.manual_seed(0)
@@ -39,7 +38,7 @@ def export(tmp_path: Path) -> Path:
     return path
 
 
-def add(path: Path, changes: dict[str, object]) -> None:
+def add(path, changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 

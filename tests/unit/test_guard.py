@@ -2,7 +2,6 @@
 
 import math
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +13,7 @@ from trainer.train.guard import Guard
 from trainer.train.parts import Decision
 
 
-def signals(loss: float = 2.0, grad_norm: float = 1.0, **others: float) -> dict[str, float]:
+def signals(loss=2.0, grad_norm=1.0, **others):
     usual = {"train/loss": loss, "train/grad_norm": grad_norm, "train/total_valid_token_count": 100}
     return usual | others
 
@@ -22,11 +21,11 @@ def signals(loss: float = 2.0, grad_norm: float = 1.0, **others: float) -> dict[
 SEVERE = signals(8.0, 20.0)
 
 
-def new_guard(*, tell: Any = None, **changes: Any) -> Guard:
+def new_guard(*, tell=None, **changes):
     return Guard(guard_config(**changes), tell=tell)
 
 
-def calm(guard: Guard, num_steps: int, *, first: int = 1) -> int:
+def calm(guard, num_steps, *, first=1):
     """Make ordinary steps with a little noise; return the next step."""
     for step in range(first, first + num_steps):
         wave = 1 + 0.02 * math.sin(step)
@@ -34,7 +33,7 @@ def calm(guard: Guard, num_steps: int, *, first: int = 1) -> int:
     return first + num_steps
 
 
-def stops(guard: Guard, bad_steps: set[int], num_steps: int, *, first: int = 1) -> list[Decision]:
+def stops(guard, bad_steps, num_steps, *, first=1):
     """Return the decisions to stop or roll back, with a loss of NaN at `bad_steps`."""
     found = []
     for step in range(first, num_steps + 1):
@@ -92,7 +91,7 @@ def test_a_severe_step_is_answered_as_configured(action, expected):
     assert "train/loss is 8" in decision.reason
 
 
-def rollbacks(count: int) -> Any:
+def rollbacks(count):
     entry = SimpleNamespace(
         found_step=61, target_step=40, first_skipped=53, last_skipped=69, reason="a reason"
     )

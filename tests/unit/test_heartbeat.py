@@ -2,16 +2,15 @@
 
 import json
 import os
-from collections.abc import Iterator
 
 import pytest
 
 from trainer.runtime.heartbeat import Heartbeat
-from trainer.runtime.status import VARIABLE, Beat, Status, new_status, write_beat
+from trainer.runtime.status import VARIABLE, Beat, new_status, write_beat
 
 
 @pytest.fixture
-def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[Status]:
+def status(monkeypatch):
     with new_status(4) as made:
         monkeypatch.setenv(VARIABLE, made.address)
         monkeypatch.setenv("LOCAL_RANK", "3")

@@ -1,9 +1,7 @@
 """Tests of the inputs of a run whose data has several sources."""
 
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,20 +14,20 @@ from trainer.errors import DataError
 from trainer.quickstart import MODEL_DIR
 from trainer.train.start import main
 from trainer.train.start.compose import load_config
-from trainer.train.start.inputs import Inputs, prepare_inputs
+from trainer.train.start.inputs import prepare_inputs
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
+def files(tmp_path):
     write_sources(tmp_path)
     return tmp_path
 
 
-def inputs_of(*given: str) -> Inputs:
+def inputs_of(*given):
     return prepare_inputs(load_config(list(given)), progress=lambda: None)
 
 
-def texts(inputs: Inputs) -> list[str]:
+def texts(inputs):
     return [
         inputs.tokenizer.decode(inputs.train.sample(i)[0].tolist())
         for i in range(len(inputs.train))
@@ -125,6 +123,6 @@ def test_a_sample_that_the_model_has_no_row_for_is_refused_with_its_place(
     ],
 )
 def test_the_peak_rate_follows_what_is_trained(words, is_random, rate):
-    inputs: Any = SimpleNamespace(source=SimpleNamespace(random_weights=is_random))
-    setup: Any = SimpleNamespace(config=load_config(words), inputs=inputs, total_steps=10)
+    inputs = SimpleNamespace(source=SimpleNamespace(random_weights=is_random))
+    setup = SimpleNamespace(config=load_config(words), inputs=inputs, total_steps=10)
     assert main._lr_schedule(setup).peak_lr == rate

@@ -14,7 +14,7 @@ from trainer.errors import CannotWriteError
 from trainer.runtime.json_lines import AppendFile, JsonLines, strict
 
 
-def steps(path: Path) -> list[int]:
+def steps(path):
     return [row["step"] for _, row in JsonLines(path)]
 
 

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Callable
 
 import pytest
 
@@ -62,7 +61,7 @@ def test_first_host_of_a_slurm_list():
 
 
 def test_threads_and_environment(monkeypatch):
-    def environment(env: dict[str, str], num_ranks: int) -> dict[str, str]:
+    def environment(env, num_ranks):
         status = Status("here")
         return rank_environment(env, NodeLayout(), num_ranks=num_ranks, status=status)
 
@@ -92,13 +91,13 @@ def test_exit_code(reported, agent_code, was_signalled, code):
 
 
 @pytest.fixture
-def run_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], int]:
+def run_agent(monkeypatch):
     """Run the agent of one of two machines. Return the exit code of its launcher."""
     monkeypatch.setenv("SFT_AGENT_PID", "")
     monkeypatch.setattr(agent.signal, "signal", lambda *arguments: None)
     monkeypatch.setattr(agent.logging, "disable", lambda level: None)
 
-    def run(host: str, port: int) -> int:
+    def run(host, port):
         command = launch.agent_command(1, NodeLayout(2, 0, host, port), [], timeout_s=60)
         with new_status(1) as status:
             monkeypatch.setenv(VARIABLE, status.address)
@@ -111,7 +110,7 @@ def run_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], int]:
 def test_machines_that_do_not_meet_in_time_can_continue(run_agent, monkeypatch, capsys):
     import torch.distributed.run
 
-    def wait_for_machines(arguments: object) -> None:
+    def wait_for_machines(arguments):
         raise torch.distributed.DistStoreError("Timed out after 61 seconds: 1/2 joined.\nframe")
 
     monkeypatch.setattr(torch.distributed.run, "run", wait_for_machines)

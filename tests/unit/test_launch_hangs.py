@@ -5,12 +5,10 @@ remains.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-from fake_launch import FakeLaunch, launched
+from fake_launch import launched
 from processes import free_port
 
 from trainer.runtime.processes import is_alive
@@ -40,11 +38,11 @@ Path(f"rank_{local_rank()}.pid").write_text(str(os.getpid()))
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], FakeLaunch]]:
+def start(tmp_path):
     """Starts two ranks that run `RANK` and then `behaviour`, and waits until they train."""
     with ExitStack() as held:
 
-        def start(behaviour: str) -> FakeLaunch:
+        def start(behaviour):
             run = held.enter_context(launched(tmp_path, rank=RANK + behaviour))
             run.rank_pids()
             return run
@@ -52,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], FakeLaunch]]:
         yield start
 
 
-def end(run: FakeLaunch) -> tuple[int, str]:
+def end(run):
     """Return (exit code, stderr). No process of the run may be alive then."""
     pids = [*run.rank_pids(), run.pid("third")]
     code, stderr = run.end()

@@ -100,7 +100,7 @@ def test_gloo_takes_the_interface_of_the_route_to_the_first_machine(
 
 
 def test_only_runs_on_several_machines_are_told_an_interface(monkeypatch):
-    def interface(env: dict[str, str], layout: NodeLayout) -> str | None:
+    def interface(env, layout):
         found = rank_environment(env, layout, num_ranks=1, status=Status("none"))
         return found.get("GLOO_SOCKET_IFNAME")
 

@@ -3,7 +3,6 @@
 import itertools
 import multiprocessing
 import tempfile
-from collections.abc import Iterable, Sequence
 from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from toy import ToySamples
 
-from trainer.data.batch import StepBatch
 from trainer.data.batch_plan import START, Limits, RankPlan, Schedule, Share
 from trainer.data.loader import TrainLoader, ValidationBatches, pack
 from trainer.runtime.exit_codes import explain
@@ -41,13 +39,11 @@ def test_without_samples_or_with_fewer_tokens_than_ranks_there_is_padding():
     assert {(share.seqlens, share.sample_ids) for share in shares} == {((3, 2), (7,))}
 
 
-def plan_of(rank: int, world_size: int, limits: Limits = UNLIMITED) -> RankPlan:
+def plan_of(rank, world_size, limits=UNLIMITED):
     return RankPlan(rank, world_size, limits, quadratic_cost=0.01)
 
 
-def loader(
-    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, start: Position = START
-) -> TrainLoader:
+def loader(*, rank=0, world_size=1, num_workers=0, start=START):
     return TrainLoader(
         ToySamples(NUM_SAMPLES),
         plan=plan_of(rank, world_size),
@@ -57,7 +53,7 @@ def loader(
     )
 
 
-def require_same(found: Iterable[StepBatch], expected: Iterable[StepBatch]) -> None:
+def require_same(found, expected):
     for left, right in zip(found, expected, strict=True):
         assert left.step == right.step
         for a, b in zip(left.micro_batches, right.micro_batches, strict=True):
@@ -81,7 +77,7 @@ def test_a_restart_at_any_step_continues_the_order(num_workers):
         require_same([*done, *loader(num_workers=num_workers, start=first.position)], straight)
 
 
-def require_each_once(batches: Sequence[StepBatch], ids: Sequence[int]) -> None:
+def require_each_once(batches, ids):
     """All ranks together hold these samples, with equally many micro-batches and equal counts."""
     samples = ToySamples(NUM_SAMPLES)
     parts = [part for batch in batches for part in batch.micro_batches]

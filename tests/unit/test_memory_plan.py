@@ -2,8 +2,6 @@
 
 import math
 from itertools import chain
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, patch
 
 import psutil
@@ -49,12 +47,12 @@ LORA = "model.lora_rank=4"
 OFFLOAD = "model.fsdp_config.cpu_offload=true"
 
 
-def tokens(number: int, max_length: int, *, batch: int = 64) -> list[str]:
+def tokens(number, max_length, *, batch=64):
     limits = {"train_batch_size": batch, "max_token_len_per_gpu": number, "max_length": max_length}
     return [f"data.{key}={value}" for key, value in limits.items()]
 
 
-def planned(path: Path, num_ranks: int, *words: str, **changes: Any) -> MemoryPlan:
+def planned(path, num_ranks, *words, **changes):
     """Plan for a model that consists only of config.json."""
     write_model_config(path, **changes)
     return plan_memory(load_config([f"model.partial_pretrain={path}", *words]), num_ranks)
@@ -145,7 +143,7 @@ def test_attention_of_a_gpu_holds_nothing_quadratic(tmp_path, device):
     assert 0.8 < ratio <= 1 if device == "cuda" else ratio > 2
 
 
-def real_step(world: Any, source: Any, is_recomputed: bool) -> dict[str, int]:
+def real_step(world, source, is_recomputed):
     """Return bytes by category at the memory peak of a second step on real tensors."""
     model = build_toy_model(world, source, enable_gradient_checkpointing=is_recomputed)
     routers = Routers(model, world.device)
@@ -223,14 +221,14 @@ def test_the_heaviest_micro_batch(words, num_ranks, is_packed, expected):
     assert (found.seqlens, found.num_micro_batches) == expected
 
 
-def a_plan(num_ranks: int, *, is_cuda: bool = True) -> MemoryPlan:
+def a_plan(num_ranks, *, is_cuda=True):
     """Return a plan of 1 GiB on each rank, with checkpoints of 1 GB for each rank."""
     job = Mock(num_ranks=num_ranks, is_cuda=is_cuda)
     job.design.source.path = "none"
     return MemoryPlan(job, 0, 0, 0, {PARAMETERS: 2**30}, {}, saved_bytes=10**9)
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str], str]:
+def run(capsys, *words):
     """Return exit code, lines and errors of `plan`."""
     code = plan.main(list(words))
     output = capsys.readouterr()

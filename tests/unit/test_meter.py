@@ -5,7 +5,6 @@ batch.
 import math
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,26 +32,24 @@ class Samples(OneSource):
     lengths = np.array([10, 20, 30, 40, 5, 7])
     num_loss_tokens = np.array([4, 10, 10, 39, 1, 3])
 
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def sample(self, index):
         length = self.lengths[index]
         mask = np.arange(length) >= length - self.num_loss_tokens[index]
         return np.arange(length, dtype=np.int32), mask
 
 
-def new_meter(*, cost: StepFlops | None = None, **settings: Any) -> Meter:
+def new_meter(*, cost=None, **settings):
     world = World(CPU, mesh=None, rank=0, size=2, num_shards=2)  # type: ignore[arg-type]
     return Meter(world, cost=cost, **({"total_steps": 100} | settings))
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> None:
+def nothing_left():
     metrics.take_travelling()
     metrics.take_for_row()
 
 
-def result(
-    step: int = 1, by_rank: dict[str, tuple[float, ...]] | None = None, **sums: float
-) -> StepResult:
+def result(step=1, by_rank=None, **sums):
     """A step on two ranks, with `by_rank` and `sums` in place of the usual ones."""
     slots = [metric.source for metric in metrics.combined_metrics()]
     usual = dict.fromkeys(slots, (metrics.ABSENT, metrics.ABSENT))
@@ -64,7 +61,7 @@ def result(
     return StepResult(batch, Totals(sums, usual, {}), lr=2e-3)
 
 
-def row_of(meter: Meter, **changes: Any) -> dict[str, float]:
+def row_of(meter, **changes):
     for phase in ("data", "shard", "forward", "backward", "optimizer"):
         meter.clock.mark(phase)
     step = result(**changes)

@@ -6,9 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,7 +82,7 @@ def test_rotation_spares_what_goes_up(run_dir):
     own = uploader(run_dir, storage)
     put = storage.put_file
 
-    def rotate_meanwhile(lpath: str, rpath: str, **kwargs: object) -> None:
+    def rotate_meanwhile(lpath, rpath, **kwargs):
         if not (run_dir / "global_step_4").exists():
             save(run_dir, 4)
         retention.rotate(run_dir, keep=1)
@@ -246,7 +244,7 @@ def test_an_unreachable_storage_holds_up_only_a_run_without_a_checkpoint(
 
 
 @contextmanager
-def following(run_dir: Path, storage: FaultyStorage) -> Iterator[None]:
+def following(run_dir, storage):
     """Upload as during a run, until the end of the block."""
     ending = threading.Event()
     arguments = (trainer_of(run_dir), Storage(URL, storage), ending)
@@ -348,7 +346,7 @@ def test_other_machines_wait_for_what_arrives_and_no_longer(
     tries = iter(range(100))
     staging.mkdir()
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         now[0] += 600.0
         with (staging / "shard").open("ab") as file:
             file.write(b"more" if arrives else b"")

@@ -5,7 +5,6 @@ import io
 import logging
 import tarfile
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from checkpoint_fakes import content_of, expected_files, is_whole, save
@@ -63,7 +62,7 @@ def test_a_file_that_was_cut_is_sent_again_before_the_manifest(at, run_dir):
     assert is_in(storage, 2)
 
 
-def is_in(storage: FaultyStorage, step: int) -> bool:
+def is_in(storage, step):
     """Return True if the mirror holds the complete checkpoint and no other file."""
     place = f"/bucket/run/global_step_{step}/"
     found = {
@@ -77,7 +76,7 @@ def is_in(storage: FaultyStorage, step: int) -> bool:
 EVALUATED = '{"kind":"summary","name":"eval/acc","step":6,"mean":0.61}\n'
 
 
-def has_all_results(path: Path) -> bool:
+def has_all_results(path):
     return (
         [entry.target_step for entry in rollback.read(path).entries] == [6]
         and read_summaries(path).keys() == {"eval/acc"}
@@ -223,9 +222,9 @@ def test_a_disk_that_is_full_while_a_checkpoint_comes_back_is_told_and_tried_aga
     storage = mirrored(run_dir, 2)
     new = tmp_path / "new"
     write = fsio.HashingFile.write
-    written: list[bytes] = []
+    written = []
 
-    def full(file: fsio.HashingFile, data: bytes) -> int:
+    def full(file, data):
         written.append(data)
         if len(written) > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -238,7 +237,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_comes_back_is_told_and_tried_aga
     assert is_whole(restored(new, storage))
 
 
-def put_logs(storage: FaultyStorage, *members: str, data: bytes = b"{}\n") -> None:
+def put_logs(storage, *members, data=b"{}\n"):
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for name in members:

@@ -28,13 +28,13 @@ from trainer.train.start.compose import load_config
 WITHIN_S = 5.0
 
 
-def make_socket(path: Path) -> None:
+def make_socket(path):
     # its name is limited to 108 bytes
     with socket.socket(socket.AF_UNIX) as made, suppress(OSError):
         made.bind(str(path))
 
 
-def make_huge(path: Path) -> None:
+def make_huge(path):
     path.touch()
     os.truncate(path, 2**40)
 
@@ -66,7 +66,7 @@ NAMES = (
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     """A run with checkpoints, one of them without a manifest, and with logs."""
     path = tmp_path / "run"
     path.mkdir()
@@ -79,7 +79,7 @@ def run_dir(tmp_path: Path) -> Path:
     return path
 
 
-def open_tracking(run_dir: Path) -> None:
+def open_tracking(run_dir):
     tracking = Tracking("project", "experiment", [], {}, run_dir=run_dir)
     try:
         tracking.start(4)
@@ -87,13 +87,13 @@ def open_tracking(run_dir: Path) -> None:
         tracking.finish(0)
 
 
-def lock(run_dir: Path) -> None:
+def lock(run_dir):
     held = RunLock(run_dir)
     held.acquire(timeout_s=0)
     held.release()
 
 
-def launch(run_dir: Path) -> None:
+def launch(run_dir):
     """Read a run directory as the launcher does."""
     config = load_config([f"trainer.default_local_dir={run_dir}"])
     preflight.already_complete(config)

@@ -3,12 +3,11 @@
 import itertools
 import math
 from math import inf, nan
-from typing import Any
 
 import pytest
 import torch
 from plain_training import muon_update
-from torch import Tensor, nn
+from torch import nn
 from toy import optim_config, update
 
 from trainer.config import OptimGroup
@@ -18,7 +17,7 @@ from trainer.optim.schedule import LrSchedule
 KINDS = ("cosine", "linear", "constant", "wsd")
 
 
-def rates(kind: str, total_steps: int, *, warmup: float = 0.0, min_lr: float = 0.1) -> list[float]:
+def rates(kind, total_steps, *, warmup=0.0, min_lr=0.1):
     """Shares of the peak rate, step by step."""
     config = optim_config(lr_scheduler=kind, lr_warmup_steps_ratio=warmup, min_lr_ratio=min_lr)
     schedule = LrSchedule.from_config(config, peak_lr=2e-3, total_steps=total_steps)
@@ -62,7 +61,7 @@ def test_every_step_learns_and_none_exceeds_the_peak(kind, total_steps, warmup, 
 class Model(nn.Module):
     """Every kind of parameter that an optimizer treats differently."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(9, 4)
         self.q_norm = nn.LayerNorm((2, 4))
@@ -72,7 +71,7 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 9, bias=False)
         self.frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
 
-    def get_output_embeddings(self) -> nn.Linear:
+    def get_output_embeddings(self):
         return self.head
 
 
@@ -96,13 +95,13 @@ GROUPED = {
 
 
 def plain_steps(
-    values: Tensor,
-    gradients: list[Tensor],
-    rates: list[float],
+    values,
+    gradients,
+    rates,
     *,
-    decay: float,
-    is_matrix: bool,
-) -> Tensor:
+    decay,
+    is_matrix,
+):
     """Return a parameter after some steps with torch's AdamW, or with the definition of Muon in
     float64.
     """
@@ -141,7 +140,7 @@ def test_every_parameter_has_its_own_rate_and_decay(
         state_dtype=state_dtype,
         lr_warmup_steps_ratio=0.7,
     )
-    optimizer: Any = OPTIMIZERS[kind](model, config)
+    optimizer = OPTIMIZERS[kind](model, config)
     optimizer._is_rounded = is_chunked
     schedule = LrSchedule.from_config(config, peak_lr=0.1, total_steps=3)
     named = dict(model.named_parameters())
@@ -190,7 +189,7 @@ MOMENTA = {"adamw": ("exp_avg", 0.1), "muon": ("momentum_buffer", 0.05)}
 """Return the first moment, and the share of the first gradient that it contains after one step."""
 
 
-def step(layer: nn.Linear, optimizer: clip.Optimizer, gradient: list[float], **how: Any) -> None:
+def step(layer, optimizer, gradient, **how):
     """Update the matrix with this gradient, at the rate 0.1."""
     layer.weight.grad = torch.tensor([gradient])
     layer.bias.grad = torch.zeros(1)
@@ -209,7 +208,7 @@ def test_clipping_scales_down_only(kind, is_chunked, gradient, max_norm, scale):
     """
     layer = nn.Linear(2, 1)
     moment, share = MOMENTA[kind]
-    optimizer: Any = OPTIMIZERS[kind](layer, optim_config())
+    optimizer = OPTIMIZERS[kind](layer, optim_config())
     optimizer._is_rounded = is_chunked
     step(layer, optimizer, gradient, max_norm=max_norm)
     expected = torch.tensor([gradient]) * scale * share

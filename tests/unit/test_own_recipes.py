@@ -10,11 +10,11 @@ from trainer.train.start.compose import load_config, with_recipe
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def write(path: str, text: str = "optim:\n  lr: 0.5\n") -> str:
+def write(path, text="optim:\n  lr: 0.5\n"):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
     return path

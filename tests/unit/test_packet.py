@@ -1,17 +1,15 @@
 """The packet with which ranks exchange values once per step."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 
-from trainer.runtime.distributed import World
-from trainer.train.packet import Totals, reduce_packet
+from trainer.train.packet import reduce_packet
 
 
-def reduced(world: World, *own: tuple[dict[str, Any], dict[str, Any]]) -> Totals:
+def reduced(world, *own):
     """The totals of ranks that each have their own sums and other values, and what is derived from
     a sum; a float32 value must not make the sums float32.
     """

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 TRY_ALL = """
 import sys
@@ -21,7 +20,7 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 MODEL = {"config.json": '{"model_type": "qwen2"}', "tokenizer.json": "{}", "model.safetensors": ""}
 
 
-def write_model(directory: Path, **changes: str | None) -> Path:
+def write_model(directory, **changes):
     """Files with the names of a model's files. `config_json=None` omits that file."""
     directory.mkdir(exist_ok=True)
     files = MODEL | {key.replace("_", "."): text for key, text in changes.items()}

@@ -8,7 +8,7 @@ import re
 from trainer.quickstart import TRAIN_FILE
 
 
-def _rows() -> list[dict]:
+def _rows():
     return [json.loads(line) for line in TRAIN_FILE.read_text().splitlines()]
 
 
@@ -17,6 +17,6 @@ def test_every_answer_runs_and_passes_its_check():
         answer = row["messages"][1]["content"]
         code = re.fullmatch(r"```python\n(.*)\n```", answer, re.DOTALL)
         assert code, answer
-        namespace: dict = {}
+        namespace = {}
         exec(code[1], namespace)
         assert eval(row["check"], namespace) is True, row

@@ -11,7 +11,6 @@ from report_curves import BURSTS, PERCENTS, SWIFT_CONFIG, sft_run, swift_run
 from report_faults import of_rule
 
 from trainer.tools.report.analyse import analyse
-from trainer.tools.report.result import Anomaly, Report
 from trainer.tools.report.run_log import Series
 from trainer.tools.report.words import chain_of
 
@@ -20,11 +19,11 @@ STORY = ("kl", "length", "reward")
 
 
 @cache
-def report_of(seed: int) -> Report:
+def report_of(seed):
     return analyse(swift_run(seed))
 
 
-def story_of(anomaly: Anomaly) -> tuple[str, ...]:
+def story_of(anomaly):
     return tuple(name for name in chain_of(anomaly) if name in STORY)
 
 

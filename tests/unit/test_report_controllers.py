@@ -3,7 +3,6 @@ and faults are found.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +13,13 @@ from report_faults import judged, serious, told
 from sweeps import some
 
 from trainer.tools.report.analyse import analyse
-from trainer.tools.report.run_log import RunLog, Series
+from trainer.tools.report.run_log import Series
 
 Table = NDArray[np.float64]
 REWARD = HISTORY_COLUMNS.index("reward_mean")
 
 
-def write(directory: Path, train: Table, val: Table | None = None) -> Path:
+def write(directory, train, val=None):
     directory.mkdir(parents=True, exist_ok=True)
     write_history(directory / "training_history.csv", train)
     if val is not None:
@@ -54,7 +53,7 @@ def test_a_latency_above_its_budget_is_told_where_the_budget_is_given(tmp_path):
     assert too_slow.value == pytest.approx(245 / 230, abs=0.01) and too_slow.level == "warn"
 
 
-def by_batch(log: RunLog, *, batches: int = 20) -> RunLog:
+def by_batch(log, *, batches=20):
     """Return the run with one row per batch. All batches of an epoch have the epoch's values."""
     num_epochs = len(log.series["reward_mean"])
     steps = np.arange(1, num_epochs * batches + 1)

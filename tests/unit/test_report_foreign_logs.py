@@ -5,7 +5,6 @@ losses, long answers, steps logged in intervals.
 import json
 import time
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,33 +37,33 @@ LATE = np.where(ROWS < 700, 1.0, 0.4)
 GROWTH = np.linspace(1, 1.8, len(ROWS))
 
 
-def normal(sigma: float, num_points: int, seed: int = 3) -> Any:
+def normal(sigma, num_points, seed=3):
     """Noise with standard deviation sigma, equal in each call regardless of earlier tests."""
     return np.random.default_rng(seed).normal(0, sigma, num_points)
 
 
-def grpo(change: Change) -> RunLog:
+def grpo(change):
     return change(healthy("grpo"))
 
 
-def rates(values: Any) -> RunLog:
+def rates(values):
     return changed(sft_run(0), **{"train/lr": values})
 
 
-def with_metric(key: str, values: Any) -> RunLog:
+def with_metric(key, values):
     return changed(grpo_run(0), **{key: values})
 
 
-def without(log: RunLog, words: str) -> RunLog:
+def without(log, words):
     return replace(log, series={k: one for k, one in log.series.items() if words not in k})
 
 
-def first_points(log: RunLog, num_points: int) -> RunLog:
+def first_points(log, num_points):
     series = {key: one[:num_points] for key, one in log.series.items()}
     return replace(log, series=series, total_steps=num_points, checkpoints=())
 
 
-def slow_stretch() -> RunLog:
+def slow_stretch():
     """With one row per 10 steps, a slow stretch has one slow point per 10 steps."""
     log = without(sft_run(0), "val/")
     every_tenth = log.series["train/time(s)"][9::10]
@@ -74,7 +73,7 @@ def slow_stretch() -> RunLog:
     return replace(log, series=series, checkpoints=(), config={})
 
 
-def held_out(key: str) -> RunLog:
+def held_out(key):
     """A held-out reward that rises for nine validations and then falls."""
     rows = np.arange(20)
     values = np.where(rows < 9, 0.3 + 0.05 * rows, 0.75 - 0.03 * (rows - 9))
@@ -151,7 +150,7 @@ def test_a_fault_is_told_from_its_first_step(name):
     assert abs(found.steps[0] - step) <= tolerance
 
 
-def controller_loss(num_rising: int) -> RunLog:
+def controller_loss(num_rising):
     epochs = np.arange(30)
     rise = 0.08 * (epochs - 29 + num_rising).clip(0)
     return changed(controller_run(0), **{"train/loss": 0.1 + rise + 0.01 * np.sin(epochs)})
@@ -441,7 +440,7 @@ def test_a_foreign_log_that_ends_before_its_last_planned_step_may_still_train():
 
 
 def test_regular_pauses_of_two_kinds_are_no_stalls_and_slow_tokens_are():
-    def stalls(steps: Any) -> bool:
+    def stalls(steps):
         slow = np.where(np.isin(STEPS, steps), 9.0, 1.0)
         times = replace(sft_run(0), series={"train/time(s)": Series(STEPS, slow)})
         speeds = {"throughput/train/tokens_per_s": Series(STEPS, 5e4 / slow)}
@@ -508,7 +507,7 @@ def test_the_steps_of_a_loss_spike_contain_the_step_that_its_title_names():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_flat_loss_is_not_told_in_the_rest_of_a_run_or_in_noise(seed):
-    def is_judged(noise: float, num_points: int, first_step: int = 1) -> bool:
+    def is_judged(noise, num_points, first_step=1):
         steps = np.arange(first_step, first_step + num_points)
         level = 1.2 - 0.012 * np.arange(num_points) / num_points
         losses = Series(steps, level + normal(noise, num_points, seed))

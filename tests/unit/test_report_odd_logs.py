@@ -11,7 +11,7 @@ from sweeps import short_or_full
 
 from trainer.cli.report import EXIT_CODES, PROFILES
 from trainer.tools.report.analyse import analyse
-from trainer.tools.report.result import LEVELS, Report
+from trainer.tools.report.result import LEVELS
 from trainer.tools.report.run_log import LogEvent, RunLog, Series
 from trainer.tools.report.vocabulary import ROLES
 
@@ -22,7 +22,7 @@ KEYS = sorted(
 SOURCES = ("fsdp-sft", "ms-swift", "transformers", "verl", "csv", "jsonl")
 
 
-def odd_series(rng: np.random.Generator) -> Series:
+def odd_series(rng):
     """Up to 300 points of any kind, of which up to a fifth are not finite."""
     n = int(rng.choice([0, 1, 2, 3, 9, 30, 120, 300]))
     steps = np.cumsum(rng.integers(1, 5, n)).astype(np.int64)
@@ -33,7 +33,7 @@ def odd_series(rng: np.random.Generator) -> Series:
     return Series(steps, values)
 
 
-def odd_log(seed: int) -> RunLog:
+def odd_log(seed):
     rng = np.random.default_rng(seed)
     chosen = rng.choice(KEYS, size=int(rng.integers(0, len(KEYS))), replace=False)
     config = [
@@ -63,7 +63,7 @@ def test_an_odd_log_gets_a_report_under_any_profile(seed):
         check(analyse(log, profile=profile), seed)
 
 
-def check(report: Report, seed: int) -> None:
+def check(report, seed):
     assert report.verdict in EXIT_CODES and report.headline and report.closing, seed
     assert len(report.checklist) == 12
     ids = [finding.id for finding in report.findings]

@@ -11,7 +11,6 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import numpy as np
@@ -23,7 +22,7 @@ from rich.console import Console
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.page import as_page
 from trainer.tools.report.plots import thinned
-from trainer.tools.report.result import MetricSummary, Report, as_json
+from trainer.tools.report.result import Report, as_json
 from trainer.tools.report.run_log import RunLog, Series, ServingCheck
 from trainer.tools.report.sections import sections
 from trainer.tools.report.side_by_side import side_by_side
@@ -39,7 +38,7 @@ SPIKE = 1379
 
 
 @cache
-def overfitting_run() -> Run:
+def overfitting_run():
     """Fine-tuning that overfits from step 750 on, with one spike, slow data and a failed proof."""
     log = sft_run(3)
     losses, norms = (log.series[key].values.copy() for key in ("train/loss", "train/grad_norm"))
@@ -56,22 +55,22 @@ def overfitting_run() -> Run:
 
 
 @cache
-def policy_run() -> Run:
+def policy_run():
     log = swift_run(3)
     return analyse(log), log
 
 
 @pytest.fixture(params=[overfitting_run, policy_run], ids=["sft", "grpo"])
-def run(request) -> Run:
+def run(request):
     return request.param()
 
 
-def metric(report: Report, key: str, **changes: Any) -> MetricSummary:
+def metric(report, key, **changes):
     """Return another metric like the first one of the report."""
     return replace(report.metrics[0], key=key, **changes)
 
 
-def text_of(run: Run, *, width: int = 120) -> str:
+def text_of(run, *, width=120):
     console = Console(file=StringIO(), width=width)
     print_report(console, *run)
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -81,7 +80,7 @@ FIXED = {"verdict", "level", "status", "phase"}
 """Fields whose values come from this trainer."""
 
 
-def hostile(value: Any) -> Any:
+def hostile(value):
     """Return a value with `HOSTILE` in place of each text from a log."""
     if isinstance(value, str):
         return HOSTILE

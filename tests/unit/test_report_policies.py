@@ -3,8 +3,6 @@ phase, time and memory.
 """
 
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from report_faults import told
 
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
-from trainer.tools.report.result import Report
 from trainer.tools.report.run_log import Series
 
 STEPS = np.arange(1, 401)
@@ -33,7 +30,7 @@ def test_lengths_at_their_limit_and_a_shortest_answer_that_is_long_are_told():
     )
 
 
-def roll(directory: Path, **columns: Any) -> Report:
+def roll(directory, **columns):
     rng = np.random.default_rng(0)
     curves = {
         "train/loss": rng.normal(0, 0.01, 400),

@@ -11,11 +11,11 @@ from log_formats import SWIFT_NAMES, WRITERS, make_curves, write_lines, write_sw
 
 from trainer.tools.report.readers import UnreadableLogError, read_run
 from trainer.tools.report.readers.parsing import canonical
-from trainer.tools.report.run_log import RunLog, Series
+from trainer.tools.report.run_log import Series
 from trainer.tracking import Tracking
 
 
-def values(log: RunLog) -> dict[str, dict[int, float]]:
+def values(log):
     return {key: series.by_step() for key, series in log.series.items()}
 
 

@@ -11,20 +11,19 @@ import pytest
 from log_formats import WRITERS, make_curves, write_lines
 
 from trainer.tools.report.readers import UnreadableLogError, read_run, store
-from trainer.tools.report.run_log import RunLog
 
 SEED = 20
 NUM_DAMAGES = 25
 LINE_FORMATS = [name for name in WRITERS if name not in ("transformers", "tensorboard")]
 
 
-def written(directory: Path, name: str) -> tuple[Path, Path]:
+def written(directory, name):
     """Return the path of a short run to read, and the file of it to damage."""
     target = WRITERS[name](directory, make_curves(num_steps=60))
     return target, target if target.is_file() else next(target.iterdir())
 
 
-def read_or_refuse(path: Path, damage: str) -> None:
+def read_or_refuse(path, damage):
     """Read the log and check the reader's promises, unless it refuses the log."""
     try:
         log = read_run(path)
@@ -70,7 +69,7 @@ def test_a_torn_tail_costs_one_row_and_is_counted(tmp_path, name):
     assert torn.num_unparsed == (0 if name == "verl-console" else 1)
 
 
-def read_text(path: Path, text: str) -> RunLog:
+def read_text(path, text):
     path.write_text(text)
     return read_run(path)
 
@@ -112,7 +111,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_looked_at_is_left_out(
     log = write_lines(tmp_path / "log.jsonl", [{"step": 1, "loss": 0.5}])
     list_directory = os.listdir
 
-    def listed(path: Path) -> list[str]:
+    def listed(path):
         if Path(path).name == name:
             Path(path).rmdir()
         return list_directory(path)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 from checkpoint_fakes import save, write_unfinished
@@ -18,11 +17,11 @@ from trainer.tools.report.sections import sections
 from trainer.tracking import Tracking
 
 
-def row(step: int, attempt: int = 1, kind: str = "train", **metrics: Any) -> dict[str, Any]:
+def row(step, attempt=1, kind="train", **metrics):
     return {"step": step, "attempt": attempt, "kind": kind, "ts": 1000.0 + step, **metrics}
 
 
-def train_rows(steps: range, attempt: int, value: float) -> list[dict[str, Any]]:
+def train_rows(steps, attempt, value):
     return [row(step, attempt, **{"train/loss": value}) for step in steps]
 
 

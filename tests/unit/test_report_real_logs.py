@@ -11,7 +11,6 @@ from report_faults import judged, line, serious, told
 from rich.console import Console
 
 from trainer.tools.report.readers import read_run
-from trainer.tools.report.result import Report
 from trainer.tools.report.terminal import print_report
 from trainer.tools.report.words import chain_of
 
@@ -23,7 +22,7 @@ LOGGED_EVERY = {"transformers_raised": 1, "trl_raised": 5}
 
 
 @cache
-def report_of(name: str) -> Report:
+def report_of(name):
     return judged(LOGS / name)
 
 

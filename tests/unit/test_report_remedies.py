@@ -20,9 +20,9 @@ BARE = re.compile(r"(?<![.\w])\w+=")
 
 
 @cache
-def remedies() -> tuple[str, ...]:
+def remedies():
     """Every piece of advice, as shown for a run of this trainer."""
-    texts: list[str] = []
+    texts = []
     for config in ({}, OUR_CONFIG):
         run = AnalysedRun(replace(healthy("grpo"), source="fsdp-sft", config=config), "grpo")
         texts += [advise(run, name, 1)[0] for name in (*ADVICE, *chain(*REASONS.values()))]

@@ -12,7 +12,6 @@ from sweeps import some
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.analysed_run import recognise_profile
 from trainer.tools.report.judge import CHECKS
-from trainer.tools.report.result import Report
 
 FAILS = ("loss_nonfinite", "loss_zero", "loss_diverging", "oom_nccl", "ckpt_complete", "overfit")
 FAILS += ("adv_shape", "kl", "clipped_ratio", "not_learning", "serving", "accuracy", "budget")
@@ -23,11 +22,11 @@ LEVEL_OF |= dict.fromkeys(INFOS, "info")
 
 
 @cache
-def healthy_report(kind: str) -> Report:
+def healthy_report(kind):
     return analyse(healthy(kind))
 
 
-def rules_of(report: Report) -> set[str]:
+def rules_of(report):
     return {finding.rule for finding in report.findings}
 
 

@@ -10,7 +10,7 @@ from trainer.tools.report.shapes import beyond, departures, shift
 from trainer.tools.report.statistics import slope
 
 
-def series(values: np.ndarray) -> Series:
+def series(values):
     return Series(np.arange(1, len(values) + 1), np.asarray(values, dtype=np.float64))
 
 

@@ -5,7 +5,7 @@ This is a sample: `python benchmarks/report_faults.py` measures the rates.
 """
 
 from report_families import FAMILIES
-from report_trials import Outcome, faults_of, trial
+from report_trials import faults_of, trial
 
 SEED = 3
 EVERY = 2
@@ -14,7 +14,7 @@ SLOW_TO_WRITE = ("axolotl tensorboard",)
 KNOWN_MISSES = 2
 
 
-def sample() -> list[Outcome]:
+def sample():
     families = [family for family in FAMILIES if family.name not in SLOW_TO_WRITE]
     pairs = [(family, fault) for family in families for fault in faults_of(family)]
     return [trial(family, fault, SEED) for family, fault in pairs[::EVERY]]

@@ -5,20 +5,18 @@ various ways.
 import json
 import os
 import socket
-from pathlib import Path
 
 import numpy as np
 import pytest
 from report_faults import judged, line
 
 from trainer.cli import report as command
-from trainer.tools.report.result import Report
 from trainer.tracking import Tracking
 
 NUM_STEPS = 186
 
 
-def train(run_dir: Path, steps: range, *, total_steps: int | None = NUM_STEPS) -> Tracking:
+def train(run_dir, steps, *, total_steps=NUM_STEPS):
     """A healthy attempt that logs `steps` and is never closed, as after a kill."""
     losses = (
         1.0
@@ -37,7 +35,7 @@ def train(run_dir: Path, steps: range, *, total_steps: int | None = NUM_STEPS) -
     return tracking
 
 
-def titles(report: Report) -> list[str]:
+def titles(report):
     return [finding.title for finding in report.findings if finding.rule == "run_complete"]
 
 

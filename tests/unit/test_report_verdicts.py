@@ -11,7 +11,7 @@ from report_faults import CHANGES, Change, both, but, fill, line, put, sft, time
 from sweeps import some
 
 from trainer.tools.report.analyse import analyse
-from trainer.tools.report.run_log import LogEvent, RunLog, Series
+from trainer.tools.report.run_log import LogEvent, Series
 
 
 @pytest.mark.covers("S1.29 S1.36 S1.37 S1.17 S1.18 S1.19 S1.41")
@@ -75,7 +75,7 @@ def test_an_external_result_outranks_the_validation_loss():
     assert "takes precedence" in result.reason
 
 
-def with_events(log: RunLog, *messages: str) -> RunLog:
+def with_events(log, *messages):
     start = LogEvent(0, "start", "first attempt")
     return replace(
         log, events=(start, *(LogEvent(50, "error", message, "error") for message in messages))
@@ -202,7 +202,7 @@ def test_every_metric_in_its_usual_range_is_not_said_beside_a_note():
 def test_the_guard_is_told_to_have_rolled_back_so_many_times():
     """A step with two warnings counts as one step."""
 
-    def title(kind: str, *steps: int) -> str:
+    def title(kind, *steps):
         events = tuple(LogEvent(step, kind, "rule", "warn") for step in steps)
         return told(analyse(sft(but(events=events))))["restarts:" + id_of[kind]].title
 

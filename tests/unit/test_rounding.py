@@ -2,13 +2,11 @@
 a tensor.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from toy import differing, optim_config, update
@@ -75,11 +73,11 @@ def test_no_bits_of_a_nan_become_a_number():
         assert rounding.rounded(values, key, 0).isnan().all()
 
 
-def updated(world: Any, changes: dict[str, str], num_steps: int = 5) -> dict[str, Tensor]:
+def updated(world, changes, num_steps=5):
     """Return whole parameters and moments after updates with gradients that depend on nothing else."""
     torch.manual_seed(0)
     changes = dict(changes)
-    master: torch.dtype = getattr(torch, changes.pop("master_dtype", "float32"))
+    master = getattr(torch, changes.pop("master_dtype", "float32"))
     model = nn.Sequential(nn.Linear(37, 10), nn.Linear(10, 6), nn.Linear(6, 1)).to(master)
     mesh = world.mesh
     fully_shard(model, mesh=mesh)
@@ -93,7 +91,7 @@ def updated(world: Any, changes: dict[str, str], num_steps: int = 5) -> dict[str
         key = seeding.key("rounding", 3, step)
         norm = torch.tensor(2.0, dtype=torch.float64)
         update(optimizer, norm, lr=0.01, max_norm=1.0, is_skipped=step == 2, key=key)
-    found: dict[str, Any] = dict(model.named_parameters())
+    found = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
         found |= {f"{name}.{kind}": value for kind, value in optimizer.state[parameter].items()}
     return {name: value.detach().full_tensor() for name, value in found.items() if value.ndim}

@@ -5,8 +5,6 @@ and their limits.
 import logging
 import os
 import subprocess
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,9 +12,8 @@ import pytest
 from trainer import __main__
 from trainer.runtime import log, signals
 from trainer.runtime.exit_codes import explain
-from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
-from trainer.runtime.status import LOST_RANK, VARIABLE, Beat, Status, new_status, write_beat
+from trainer.runtime.status import LOST_RANK, VARIABLE, Beat, new_status, write_beat
 from trainer.train.start import main as run
 from trainer.train.start.compose import load_config
 
@@ -24,7 +21,7 @@ LIMITS = ["trainer.device=cpu", "trainer.hang_timeout_s=300"]
 
 
 @pytest.fixture
-def status(monkeypatch) -> Iterator[Status]:
+def status(monkeypatch):
     """Return the status of a launcher of two ranks, as its ranks see it."""
     with new_status(2) as made:
         monkeypatch.setenv(VARIABLE, made.address)
@@ -36,10 +33,10 @@ class ReachedError(Exception):
 
 
 @pytest.fixture
-def rank_runs(monkeypatch) -> Callable[[Callable[..., int]], int]:
+def rank_runs(monkeypatch):
     """Starts a rank whose run is a function. Returns its exit code."""
 
-    def start(function: Callable[..., int]) -> int:
+    def start(function):
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         monkeypatch.setattr(signals.StopRequest, "install", lambda self: None)
         monkeypatch.setattr(signals, "join_launcher", lambda: None)
@@ -51,7 +48,7 @@ def rank_runs(monkeypatch) -> Callable[[Callable[..., int]], int]:
 
 
 def test_a_rank_is_watched_while_it_imports_torch(status, rank_runs):
-    def phase_of_the_first_rank(*args: Any) -> int:
+    def phase_of_the_first_rank(*args):
         beat = status.beats()[0]
         assert (beat.phase, beat.limit_s) == ("start", 900)
         return 0
@@ -67,7 +64,7 @@ def test_a_rank_that_lost_another_says_so_first(
     cause.
     """
 
-    def lose_a_rank(config: Any, stop: StopRequest, heartbeat: Heartbeat) -> int:
+    def lose_a_rank(config, stop, heartbeat):
         stop.signal_name = "SIGTERM" if is_signalled else None
         raise RuntimeError("Connection closed by peer")
 

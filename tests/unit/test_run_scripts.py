@@ -28,7 +28,7 @@ class Checkout:
     machine: complete, offline.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.directory = directory
         self.root = directory / "repo"
         self.venv = self.root / ".venv"
@@ -41,7 +41,7 @@ class Checkout:
         python.chmod(0o755)
         (directory / "elsewhere").mkdir()
 
-    def run(self, **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def run(self, **env):
         """Return the result, and the interpreter calls as `environment arguments`, without the
         check of requirements.
         """
@@ -58,7 +58,7 @@ class Checkout:
         return result, [call for call in calls if "requirements" not in call]
 
 
-def installed(calls: list[str]) -> list[str]:
+def installed(calls):
     return [call.split("constraints.txt ")[1] for call in calls if "-m pip install" in call]
 
 

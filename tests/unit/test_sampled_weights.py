@@ -3,7 +3,6 @@ reads.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,16 +15,16 @@ from trainer.model.weight_files import weight_files
 SHAPES = {"embed": (512, 64), "norm": (64,), "layers.0.up": (128, 64), "layers.1.up": (128, 64)}
 
 
-def digest_of(directory: Path) -> str:
+def digest_of(directory):
     return digest_of_weights(weight_files(directory))
 
 
-def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+def tensors(seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def write(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
+def write(directory, tensors):
     directory.mkdir(exist_ok=True)
     save_file(tensors, directory / "model.safetensors")
     return directory
@@ -37,7 +36,7 @@ def test_equal_copies_have_one_digest_whatever_their_times(tmp_path):
     assert len({digest_of(copy) for copy in copies}) == 1
 
 
-def changed(name: str, change: str) -> dict[str, torch.Tensor]:
+def changed(name, change):
     found = tensors()
     if change == "shape":
         found[name] = found[name].reshape(-1, 2)

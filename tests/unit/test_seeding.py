@@ -29,7 +29,7 @@ def test_a_loaded_state_draws_what_came_after_it_was_saved():
 def test_each_step_and_rank_seeds_every_generator_with_a_number_that_no_version_changes():
     """Runs that an earlier version started continue with equal numbers."""
 
-    def drawn() -> list[float]:
+    def drawn():
         return [torch.rand(()).item(), float(np.random.rand()), random.random()]
 
     seeds = {}

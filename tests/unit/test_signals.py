@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from processes import wait_until
 
 from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
 from trainer.runtime.processes import is_alive
-from trainer.runtime.status import VARIABLE, Status, new_status
+from trainer.runtime.status import VARIABLE, new_status
 
 STOPPED = "stopped by {}; run the same command to continue from the last checkpoint\n"
 PRELUDE = """
@@ -29,12 +28,12 @@ def send(*names):
 
 
 @pytest.fixture
-def status() -> Iterator[Status]:
+def status():
     with new_status(4) as made:
         yield made
 
 
-def run(program: str, *, status: Status | None = None) -> subprocess.CompletedProcess[str]:
+def run(program, *, status=None):
     own = {VARIABLE, "LOCAL_RANK"}
     env = {name: value for name, value in os.environ.items() if name not in own}
     env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])

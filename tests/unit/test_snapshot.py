@@ -27,14 +27,14 @@ CARD = torch.device("cuda", 3)
 class FakeCuda:
     """The part of torch.cuda that a copy needs. Each thread begins on device 0, like CUDA threads."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch):
         self._current = threading.local()
         self.waits: list[tuple[str, Any]] = []
         self.locked: dict[int, int] = {}
         cuda = self
 
         class Event:
-            def synchronize(self) -> None:
+            def synchronize(self):
                 cuda.waits.append(
                     (threading.current_thread().name, getattr(cuda._current, "device", 0))
                 )
@@ -52,21 +52,21 @@ class FakeCuda:
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
 
-    def _lock(self, pointer: int, size_bytes: int, flags: int) -> int:
+    def _lock(self, pointer, size_bytes, flags):
         self.locked[pointer] = size_bytes
         return 0
 
-    def _release(self, pointer: int) -> int:
+    def _release(self, pointer):
         del self.locked[pointer]
         return 0
 
 
 @pytest.fixture
-def cuda(monkeypatch) -> FakeCuda:
+def cuda(monkeypatch):
     return FakeCuda(monkeypatch)
 
 
-def state() -> Snapshot:
+def state():
     tied = torch.randn(33, 5)
     model = {
         "head": tied,
@@ -95,12 +95,12 @@ def state() -> Snapshot:
     )
 
 
-def all_tensors(one: Snapshot) -> list[torch.Tensor]:
+def all_tensors(one):
     leaves = tree_leaves([one.model, one.optim, one.extra])
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def bits(tensor: torch.Tensor) -> bytes:
+def bits(tensor):
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
@@ -152,7 +152,7 @@ def test_a_forked_process_does_not_hold_the_copy():
     continue to write the old page.
     """
 
-    def is_mapped() -> bool:
+    def is_mapped():
         with open("/proc/self/maps") as maps:
             ranges = [line.split()[0].split("-") for line in maps]
         return any(int(low, 16) <= pointer < int(high, 16) for low, high in ranges)

@@ -1,7 +1,6 @@
 """Training speed and its references: speeds, the operations of a step, and the device's peak."""
 
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +11,6 @@ from toy import build_toy_model, write_model_config
 
 from trainer.data.batch import StepBatch
 from trainer.model import attention, flops
-from trainer.runtime.distributed import World
 from trainer.tools.plan.fake_step import full_batch
 from trainer.train.throughput import PEAK_TFLOPS, known_as
 
@@ -32,9 +30,7 @@ def test_the_peak_of_a_device_is_its_own_and_that_of_an_unknown_one_is_not_guess
     assert PEAK_TFLOPS.get(known_as(name) or "") == tflops
 
 
-def counted_flops(
-    world: World, source: Any, **changes: Any
-) -> tuple[list[float], list[float], float]:
+def counted_flops(world, source, **changes):
     """Return (operations that torch counts, expected operations) with every, every second and no
     token supervised, and c.
     """
@@ -63,14 +59,14 @@ WINDOWED = {
 LENGTHS = (1, 4, 9, 30)
 
 
-def windows_seen(world: World, source: Any) -> tuple[list[int | None], float, dict[int, float]]:
+def windows_seen(world, source):
     """Return (attention window of each layer, operations of `LENGTHS`, window costs for
     distributing samples).
     """
-    seen: list[int | None] = []
+    seen = []
     attend = attention.packed_attention
 
-    def recorded(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+    def recorded(*args, sliding_window=None, **kwargs):
         seen.append(sliding_window)
         return attend(*args, sliding_window=sliding_window, **kwargs)
 

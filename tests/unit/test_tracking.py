@@ -9,7 +9,6 @@ import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,55 +19,55 @@ from trainer.config import ConfigError
 from trainer.runtime import json_lines
 from trainer.tracking import Tracking, backend, facade, read_metrics
 from trainer.tracking.backend import Backend, ContinuedBackend
-from trainer.tracking.metrics_file import MARKERS, MetricsRow
+from trainer.tracking.metrics_file import MARKERS
 from trainer.tracking.row_losses import SampleLosses, read_hard_rows
 from trainer.tracking.run_info import RunFile
 
 
-def track(run_dir: Path, *backends: str) -> Tracking:
+def track(run_dir, *backends):
     return Tracking("project", "experiment", backends, {"lr": 0.5}, run_dir=run_dir, total_steps=10)
 
 
-def log_steps(tracking: Tracking, steps: range) -> None:
+def log_steps(tracking, steps):
     for step in steps:
         tracking.log({"train/loss": tracking.attempt + step / 100}, step)
 
 
-def losses(run_dir: Path) -> list[tuple[int, float]]:
+def losses(run_dir):
     return [(row["step"], row["train/loss"]) for row in read_metrics(run_dir / "metrics.jsonl")]
 
 
-def raw_lines(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+def raw_lines(run_dir, name="metrics.jsonl"):
     text = (run_dir / name).read_text()
     assert text.endswith("\n")
     return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
-def run_file(run_dir: Path) -> dict[str, Any]:
+def run_file(run_dir):
     return json.loads((run_dir / "run.json").read_text())
 
 
 @pytest.fixture
-def sent(monkeypatch) -> list[tuple[int, int]]:
+def sent(monkeypatch):
     """The steps of the rows that the backend `fake` is sent, each with the last step that
     `run.json` has recorded by then.
     """
     rows = []
 
     class Fake(ContinuedBackend):
-        def connect(self, run_id: str | None) -> str:
+        def connect(self, run_id):
             return "1"
 
-        def send(self, row: MetricsRow) -> None:
+        def send(self, row):
             rows.append((row.step, self.info.run_file.tracker(self.name)[1]))
 
-        def disconnect(self, exit_code: int) -> None: ...
+        def disconnect(self, exit_code): ...
 
     monkeypatch.setitem(facade.BACKENDS, "fake", Fake)
     return rows
 
 
-def install(monkeypatch, name: str, **attributes: Any) -> Mock:
+def install(monkeypatch, name, **attributes):
     """Add a backend whose methods are those of the mock that is returned."""
     calls = Mock(spec=Backend)
     methods = {call: getattr(calls, call) for call in ("open", "log", "rewind", "alert", "close")}
@@ -140,7 +139,7 @@ def test_any_key_passes_with_a_number_and_a_reducer_in_it_is_dropped(tmp_path):
             tracking.log({"train/loss": value}, step=2)
 
 
-def full_disk(descriptor: int, line: bytes) -> int:
+def full_disk(descriptor, line):
     raise OSError(28, "No space left on device")
 
 
@@ -168,7 +167,7 @@ def test_flush_reaches_the_disk_without_waiting_for_it(tmp_path, monkeypatch):
     release = threading.Event()
     synced = threading.Semaphore(0)
 
-    def slow_disk(descriptor: int) -> None:
+    def slow_disk(descriptor):
         assert threading.current_thread() is not threading.main_thread(), "training waits for it"
         synced.release()
         release.wait(20)

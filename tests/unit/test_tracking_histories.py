@@ -2,7 +2,6 @@
 
 import csv
 import random
-from pathlib import Path
 
 import pytest
 
@@ -16,11 +15,11 @@ KILLED_AT = 9
 SEED = 20
 
 
-def track(run_dir: Path) -> Tracking:
+def track(run_dir):
     return Tracking("project", "experiment", [], {}, run_dir=run_dir, total_steps=STEPS)
 
 
-def log_step(tracking: Tracking, step: int, *, spoiled: float = 0.0) -> None:
+def log_step(tracking, step, *, spoiled=0.0):
     noise = random.Random(SEED + step)
     row = {
         "train/loss": noise.random() + spoiled,
@@ -37,25 +36,25 @@ def log_step(tracking: Tracking, step: int, *, spoiled: float = 0.0) -> None:
         tracking.log(validation | {"time/eval/total_s": 0.25}, step)
 
 
-def histories(run_dir: Path) -> list[str]:
+def histories(run_dir):
     return [(run_dir / f"{name}_history.csv").read_text() for name in ("training", "validation")]
 
 
-def rows(run_dir: Path, name: str) -> list[dict[str, str]]:
+def rows(run_dir, name):
     with (run_dir / f"{name}_history.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 @pytest.fixture
-def summaries(monkeypatch) -> list[str]:
+def summaries(monkeypatch):
     """Return the summaries that are logged at the end of epochs."""
-    found: list[str] = []
+    found = []
     monkeypatch.setattr(tracking_histories.logger, "info", lambda text, *a: found.append(text % a))
     return found
 
 
 @pytest.fixture
-def whole(tmp_path) -> list[str]:
+def whole(tmp_path):
     """The files of a run in one piece."""
     tracking = track(tmp_path / "whole")
     for step in range(1, STEPS + 1):

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
 from types import ModuleType
-from typing import Any
 
 import pytest
 import wandb_files
@@ -37,7 +36,7 @@ CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["wandb"]}}
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path_factory, monkeypatch) -> None:
+def offline(tmp_path_factory, monkeypatch):
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()  # its settings are read once per process
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -52,16 +51,16 @@ def offline(tmp_path_factory, monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def run_file(run_dir: Path) -> dict[str, Any]:
+def run_file(run_dir):
     return json.loads((run_dir / "run.json").read_text())
 
 
-def add(series: Series, step: int, row: dict[str, float], *columns: str) -> None:
+def add(series, step, row, *columns):
     for key in row.keys() - set(columns):
         series.setdefault(key, []).append((step, row[key]))
 
 
-def tensorboard(run_dir: Path) -> Series:
+def tensorboard(run_dir):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     everything = {"scalars": 0}
     events = reader.EventAccumulator(str(run_dir / "tensorboard"), size_guidance=everything)
@@ -69,16 +68,16 @@ def tensorboard(run_dir: Path) -> Series:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
-def mlflow_run(run_dir: Path) -> tuple[Any, Any]:
+def mlflow_run(run_dir):
     library = pytest.importorskip("mlflow.tracking")
     client = library.MlflowClient(f"sqlite:///{run_dir}/mlflow/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
     return client, run
 
 
-def mlflow(run_dir: Path) -> Series:
+def mlflow(run_dir):
     client, run = mlflow_run(run_dir)
-    series: Series = {}
+    series = {}
     for name in run.data.metrics:
         history = client.get_metric_history(run.info.run_id, name)
         key = {"train/lr_1e-3": "train/lr(1e-3)"}.get(name, name)
@@ -86,28 +85,28 @@ def mlflow(run_dir: Path) -> Series:
     return series
 
 
-def wandb(run_dir: Path) -> Series:
+def wandb(run_dir):
     """Checks that all files are of one run, and that its own steps rise from file to file."""
     names = {path.name for path in wandb_files.files_of(run_dir)}
     assert names == {f"run-{run_file(run_dir)['run_ids']['wandb']}.wandb"}
     rows = wandb_files.history(run_dir)
     own_steps = [row["_step"] for row in rows]
     assert own_steps == sorted(set(own_steps)), "wandb drops a row whose own step is not higher"
-    series: Series = {}
+    series = {}
     for row in rows:
         add(series, row["trainer/step"], row, "trainer/step", "_step", "_runtime", "_timestamp")
     return series
 
 
-def trackio(run_dir: Path) -> Series:
+def trackio(run_dir):
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    series: Series = {}
+    series = {}
     for row in storage.get_logs("project", run_id=run_file(run_dir)["run_ids"]["trackio"]):
         add(series, row["step"], row, "step", "timestamp")
     return series
 
 
-def forget_trackio_runs() -> None:
+def forget_trackio_runs():
     """Remove the project's runs from the database, as on a new machine."""
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
     for run in storage.get_run_records("project"):
@@ -128,14 +127,14 @@ by_tracker = pytest.mark.parametrize(
 )
 
 
-def truth() -> Series:
-    series: Series = {}
+def truth():
+    series = {}
     for step in range(1, STEPS + 1):
         add(series, step, train_row(step) | (val_row(step) if step % 2 == 0 else {}))
     return series
 
 
-def assert_same(found: Series, expected: Series) -> None:
+def assert_same(found, expected):
     """Steps exactly, values to the precision of TensorBoard's float32."""
     assert found.keys() == expected.keys()
     for key, points in expected.items():
@@ -144,14 +143,14 @@ def assert_same(found: Series, expected: Series) -> None:
         assert [value for _, value in found[key]] == pytest.approx(values, rel=1e-6), key
 
 
-def run_piece(run_dir: Path, backend: str, first_step: int, kill_step: int) -> int:
+def run_piece(run_dir, backend, first_step, kill_step):
     program = Path(__file__).with_name("killed_run.py")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     words = [sys.executable, str(program), str(run_dir), backend, str(first_step), str(kill_step)]
     return subprocess.run(words, env=environment, timeout=120).returncode
 
 
-def track(run_dir: Path, *backends: str) -> Tracking:
+def track(run_dir, *backends):
     if (run_dir / "wandb").exists():
         time.sleep(1.0)  # wandb names its offline directories by the second
     return Tracking("project", "killed", backends, CONFIG, run_dir=run_dir, total_steps=STEPS)
@@ -326,20 +325,20 @@ def test_the_hub_reports_nothing_about_users_of_trackio(tmp_path, monkeypatch):
     class Run:
         id = "1"
 
-        def __init__(self, **settings: Any) -> None:
+        def __init__(self, **settings):
             send_telemetry("trackio")
 
-        def log(self, data: dict[str, float], *, step: int) -> None:
+        def log(self, data, *, step):
             send_telemetry("trackio/log")
 
-        def finish(self) -> None: ...
+        def finish(self): ...
 
     library = ModuleType("trackio")
     library.Run = Run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trackio", library)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    reports: Queue[Any] = Queue()
+    reports = Queue()
     monkeypatch.setattr(_telemetry, "_TELEMETRY_QUEUE", reports)
     monkeypatch.setattr(_telemetry, "_start_telemetry_thread", lambda: None)
     tracking = track(tmp_path, "trackio")

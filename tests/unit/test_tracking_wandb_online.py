@@ -2,9 +2,7 @@
 
 import logging
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from killed_run import log_steps
@@ -20,28 +18,28 @@ class Server:
     offline = disabled = False
     url = "https://wandb.example/team/project/runs/1"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.rows: list[dict[str, float]] = []
         self.ids: set[str] = set()
         self.step = 0
 
-    def init(self, **settings: Any) -> "Server":
+    def init(self, **settings):
         assert settings["resume"] == "allow"
         self.ids.add(settings["id"])
         return self
 
-    def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
+    def define_metric(self, name, step_metric=None): ...
 
-    def log(self, data: dict[str, float], *, step: int, commit: bool) -> None:
+    def log(self, data, *, step, commit):
         if commit and step >= self.step:
             self.rows.append(data)
             self.step = step + 1
 
-    def finish(self, exit_code: int) -> None: ...
+    def finish(self, exit_code): ...
 
 
 @pytest.fixture
-def server(monkeypatch) -> Server:
+def server(monkeypatch):
     server = Server()
     library = SimpleNamespace(
         setup=lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")),
@@ -56,7 +54,7 @@ def server(monkeypatch) -> Server:
     return server
 
 
-def attempt(run_dir: Path, steps: range) -> None:
+def attempt(run_dir, steps):
     tracking = Tracking("project", "exp", "wandb", {}, run_dir=run_dir, total_steps=12)
     log_steps(tracking, steps)
     tracking.finish(75)

@@ -1,7 +1,6 @@
 """The sums of a validation: token-weighted, over documents, with any packing."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +11,13 @@ from toy import ToySamples
 from trainer.data.batch import LossOutput
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import build_step
-from trainer.runtime.distributed import World
 from trainer.train.validation import Validation
 
 NUM_SAMPLES = 30
 SEED = 11
 
 
-def loss_of(batch: Any) -> torch.Tensor:
+def loss_of(batch):
     """A loss for every supervised position that depends only on its token and document."""
     documents = torch.bucketize(
         batch.supervised_S + batch.start, batch.cu_seqlens_D1[1:].long(), right=True
@@ -28,9 +26,7 @@ def loss_of(batch: Any) -> torch.Tensor:
     return 1.0 + 0.1 * ids + 0.01 * batch.position_ids_T[batch.supervised_S]
 
 
-def validated(
-    world: World, batch_size: int, max_tokens: int | None, num_samples: int = NUM_SAMPLES
-) -> dict[str, float]:
+def validated(world, batch_size, max_tokens, num_samples=NUM_SAMPLES):
     samples = ToySamples(NUM_SAMPLES, SEED)
     validation = Validation(world, length_facts={"seq_total_len_mean": 20.0})
     share = world.sequence_rank, world.sequence_size

@@ -4,9 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -33,20 +31,20 @@ class Bench:
     now_s: float = 1000.0
     slept_s: list[float] = field(default_factory=list)
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now_s
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now_s += seconds
         self.slept_s.append(seconds)
 
-    def beat(self, at_s: float) -> None:
+    def beat(self, at_s):
         for number, rank in enumerate(self.ranks):
             descriptor = self.status.open_rank(number)
             write_beat(descriptor, Beat(rank.pid, at_s, 10.0, "train"))
             os.close(descriptor)
 
-    def hangs_after(self, *passed_s: float) -> list[bool]:
+    def hangs_after(self, *passed_s):
         found = []
         for seconds in passed_s:
             self.now_s += seconds
@@ -55,7 +53,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch) -> Iterator[Bench]:
+def bench(tmp_path, monkeypatch):
     processes = [
         subprocess.Popen([sys.executable, "-c", SLEEPS], stdout=subprocess.PIPE) for _ in range(3)
     ]
@@ -86,11 +84,11 @@ def test_the_time_a_suspended_launcher_missed_is_not_silence(bench):
     assert bench.hangs_after(1, 4) == [False, False]
 
 
-def fail_to_write(run_dir: Path, files: dict[str, str]) -> Path:
+def fail_to_write(run_dir, files):
     raise OSError(28, "No space left on device")
 
 
-def never_answer(run_dir: Path, files: dict[str, str]) -> Path:
+def never_answer(run_dir, files):
     time.sleep(30)
     return run_dir
 

@@ -15,7 +15,7 @@ OF_A_CHECKOUT = {"launch/environment.sh"}
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def site(tmp_path_factory):
     """The content of a wheel built from the working tree, far from any checkout."""
     source = tmp_path_factory.mktemp("source")
     target = tmp_path_factory.mktemp("site")
@@ -35,21 +35,21 @@ def site(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def cwd(tmp_path) -> Path:
+def cwd(tmp_path):
     """A directory with a foreign package of the same name."""
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('run')")
     return tmp_path
 
 
-def call(program: str, *words: str, cwd: Path, path: list[Path]) -> subprocess.CompletedProcess:
+def call(program, *words, cwd, path):
     env = {**os.environ, "PYTHONPATH": ":".join(map(str, path)), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-c", program, *words]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
 
 
 def test_a_wheel_holds_every_file_of_the_package(site):
-    def files(root: Path) -> set[str]:
+    def files(root):
         walked = os.walk(root / "trainer", followlinks=True)
         found = [Path(directory, name) for directory, _, names in walked for name in names]
         return {str(path.relative_to(root / "trainer")) for path in found if path.suffix != ".pyc"}
