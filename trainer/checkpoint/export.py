@@ -355,7 +355,10 @@ def _index(plan: ExportPlan) -> bytes:
 
 
 def _exported(
-    plan: ExportPlan, names: Iterable[str], shards: Shards, buffers: Mapping[str, Tensor]
+    plan: ExportPlan,
+    names: Iterable[str],
+    shards: Shards,
+    buffers: Mapping[str, Tensor],
 ) -> Iterator[Tensor]:
     """Yield the named tensors in their exported dtype. Only one group is in memory at a time."""
     made: dict[str, Tensor] = {}
@@ -373,7 +376,12 @@ def _exported(
         yield made.pop(name)
 
 
-def _value(plan: ExportPlan, name: str, known: Mapping[str, Tensor], shards: Shards) -> Tensor:
+def _value(
+    plan: ExportPlan,
+    name: str,
+    known: Mapping[str, Tensor],
+    shards: Shards,
+) -> Tensor:
     """Return a tensor of the model from `known` or the shards, with any change from training."""
     value = known[name] if name in known else shards.whole(name)
     change = plan.changes.get(name)

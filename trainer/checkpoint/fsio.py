@@ -47,7 +47,10 @@ observer: Callable[[Operation], None] | None = None
 
 
 def _announce(
-    kind: str, path: Path, target: Path | None = None, data: bytes | memoryview = b""
+    kind: str,
+    path: Path,
+    target: Path | None = None,
+    data: bytes | memoryview = b"",
 ) -> None:
     if observer is not None:
         with _named(path):
@@ -133,7 +136,12 @@ class HashingFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self,
+        kind: object,
+        error: BaseException | None,
+        traceback: object,
+    ) -> None:
         if error is None:
             self.close()
             return

@@ -194,7 +194,12 @@ class CheckpointManager:
         else:
             self._note(step, *write())
 
-    def _note(self, step: int, outcome: int | SaveFailedError, duration_s: float) -> None:
+    def _note(
+        self,
+        step: int,
+        outcome: int | SaveFailedError,
+        duration_s: float,
+    ) -> None:
         """Record the outcome of a save: its metrics, an event, and the number of failures in a row.
 
         Raises `ResumableError` if the ranks cannot tell whether the checkpoint was committed.
@@ -247,7 +252,12 @@ class CheckpointManager:
         self._committed_step = checkpoint.step
 
     def decide_rollback(
-        self, batches: TrainLoader, *, onset: int, history: History, reason: str
+        self,
+        batches: TrainLoader,
+        *,
+        onset: int,
+        history: History,
+        reason: str,
     ) -> tuple[CheckpointInfo, Rollbacks] | None:
         """Return the newest good checkpoint well before step `onset`, and all rollbacks of the run.
 
@@ -297,7 +307,11 @@ class CheckpointManager:
             # The directory is missing if this run begins with another run's checkpoint.
             if (self.run_dir / layout.step_dir_name(step)).is_dir():
                 retention.settle(
-                    self.run_dir, step, keep=self.saver.keep, history=history, protect={step}
+                    self.run_dir,
+                    step,
+                    keep=self.saver.keep,
+                    history=history,
+                    protect={step},
                 )
 
         self._on_main(point_and_delete)

@@ -87,7 +87,12 @@ class Manifest:
 
 def digest_of(tree: dict[str, Any]) -> str:
     """Return the digest of a manifest's contents. `tree`: all keys except the digest."""
-    canonical = json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    canonical = json.dumps(
+        tree,
+        sort_keys=True,
+        separators=(",", ":"),
+        allow_nan=False,
+    )
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -111,7 +116,12 @@ def parse_manifest(text: str | bytes, *, step: int | None = None) -> Manifest:
             for name, info in tree.pop("tensors").items()
         }
         text_names = tuple(tree.pop("text_names", ()))
-        manifest = Manifest(**tree, files=files, tensors=tensors, text_names=text_names)
+        manifest = Manifest(
+            **tree,
+            files=files,
+            tensors=tensors,
+            text_names=text_names,
+        )
         _require_plain(manifest)
     except ManifestError:
         raise

@@ -84,7 +84,13 @@ class Agreement:
         timeout_s = max(self.timeout_s, MIN_GROUP_TIMEOUT_S)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    def agree(self, *, value: Any, error: str | None, deadline: float) -> list[Any]:
+    def agree(
+        self,
+        *,
+        value: Any,
+        error: str | None,
+        deadline: float,
+    ) -> list[Any]:
         """Report `value` or `error`, and return every rank's value in rank order.
 
         `deadline`: a `time.monotonic()` of this rank. Raises `SaveFailedError` on every rank if any
@@ -245,7 +251,11 @@ class Saver:
             error = f"{type(failure).__name__}: {failure}"
         fsio.phase(f"{phase}.report")
         try:
-            values = self._agreement.agree(value=value, error=error, deadline=self._deadline)
+            values = self._agreement.agree(
+                value=value,
+                error=error,
+                deadline=self._deadline,
+            )
         except NoAnswerError as failure:
             if error is not None:
                 raise SaveFailedError(f"{failure}; rank {self.world.rank}: {error}") from None
@@ -285,7 +295,10 @@ class Saver:
         ]
 
     def _write_export(
-        self, staging: Path, snapshot: Snapshot, written: list[FileRecord]
+        self,
+        staging: Path,
+        snapshot: Snapshot,
+        written: list[FileRecord],
     ) -> list[FileRecord]:
         """Write this rank's share of the exported weight files, made from the shards of all ranks.
 
@@ -309,7 +322,12 @@ class Saver:
         buffers = snapshot.extra["buffers"]
         return export.write_export(self._plan, target, saved, buffers, share=share, card=card)
 
-    def _commit(self, staging: Path, snapshot: Snapshot, records: list[FileRecord]) -> int:
+    def _commit(
+        self,
+        staging: Path,
+        snapshot: Snapshot,
+        records: list[FileRecord],
+    ) -> int:
         """On the main rank, check all files, write the manifest and rename the directory."""
         if not self.world.is_main:
             return 0

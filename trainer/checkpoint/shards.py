@@ -60,7 +60,12 @@ def read_torch(path: Path) -> Any:
     Raises `CorruptShardError` if the file cannot be read.
     """
     try:
-        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+        return torch.load(
+            path,
+            weights_only=True,
+            mmap=True,
+            map_location="cpu",
+        )
     except MemoryError:
         raise
     except Exception as error:  # torch's reader fails in many ways on a damaged file
@@ -177,7 +182,12 @@ def with_local(value: DTensor, local: Tensor) -> DTensor:
 
 @torch.no_grad()
 def copy_slice(
-    saved: list[Any], live: Tensor, name: str, key: str, *, may_round: bool = False
+    saved: list[Any],
+    live: Tensor,
+    name: str,
+    key: str,
+    *,
+    may_round: bool = False,
 ) -> None:
     """Fill this rank's part of `live` from the pieces in `saved`, which are in rank order.
 
@@ -214,7 +224,12 @@ def copy_slice(
         local = local[num_rows:]
 
 
-def _rows(saved: list[Any], name: str, begin: int = 0, end: int | None = None) -> Iterator[Tensor]:
+def _rows(
+    saved: list[Any],
+    name: str,
+    begin: int = 0,
+    end: int | None = None,
+) -> Iterator[Tensor]:
     """Yield rows `begin` to `end` of a tensor as views of its pieces, given in rank order.
 
     Only the local tensors are used, because the mesh in a file belongs to the run that saved it.
@@ -253,7 +268,11 @@ _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 
 def write_tensors(
-    path: Path, layout: Mapping[str, Tensor], tensors: Iterator[Tensor], *, root: Path
+    path: Path,
+    layout: Mapping[str, Tensor],
+    tensors: Iterator[Tensor],
+    *,
+    root: Path,
 ) -> FileRecord:
     """Write a new safetensors file in the unfinished directory at `root`, and read it back.
 

@@ -131,11 +131,21 @@ def _check(status: Any, action: str) -> None:
         )
 
 
-def _tensor_in(block: mmap.mmap, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _tensor_in(
+    block: mmap.mmap,
+    start: int,
+    dtype: torch.dtype,
+    shape: torch.Size,
+) -> Tensor:
     """Return a tensor whose storage has exactly its size. `torch.save` writes whole storages."""
     if not shape.numel():
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=start).view(shape)
+    return torch.frombuffer(
+        block,
+        dtype=dtype,
+        count=shape.numel(),
+        offset=start,
+    ).view(shape)
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

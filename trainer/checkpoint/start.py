@@ -89,7 +89,10 @@ def decide_start(
 
 
 def _begin(
-    config: TrainerConfig, fingerprints: Mapping[str, str], world: World, lock: RunLock
+    config: TrainerConfig,
+    fingerprints: Mapping[str, str],
+    world: World,
+    lock: RunLock,
 ) -> Start:
     """Take the lock on the main rank, then decide where to begin."""
     run_dir = Path(config.default_local_dir)

@@ -46,15 +46,30 @@ class Parser(argparse.ArgumentParser):
 def add_words(parser: Parser, *, ranks: str = "ranks on this machine") -> None:
     """Add the arguments of a training command as `words`. `ranks` describes N."""
     about = f"N: {ranks} (default: the number of GPUs, else 2); then any key of conf/sft.yaml"
-    parser.add_argument("words", nargs="*", metavar="N, key=value", help=about)
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="N, key=value",
+        help=about,
+    )
 
 
 def add_engine(parser: Parser) -> None:
     """Add the arguments that choose the engine for an export."""
     about = "engine that serves the export (default: %(default)s)"
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help=about)
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help=about,
+    )
     about = "Python interpreter that has vLLM"
-    parser.add_argument("--python", metavar="PYTHON", default=sys.executable, help=about)
+    parser.add_argument(
+        "--python",
+        metavar="PYTHON",
+        default=sys.executable,
+        help=about,
+    )
 
 
 def read_words(words: list[str]) -> tuple[int | None, list[str], "Config"]:

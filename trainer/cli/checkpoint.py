@@ -121,7 +121,10 @@ def _parser() -> argparse.ArgumentParser:
         help="a global_step_<step>, or a run directory, for the checkpoint to resume from",
     )
     export.add_argument(
-        "target", metavar="TARGET", type=named_path, help="the new directory; its parent must exist"
+        "target",
+        metavar="TARGET",
+        type=named_path,
+        help="the new directory; its parent must exist",
     )
     export.add_argument(
         "--dtype",
@@ -251,7 +254,11 @@ def _export(arguments: argparse.Namespace) -> int:
     from trainer.checkpoint.offline_export import export_from_shards
 
     export_from_shards(
-        checkpoint, target, dtype=arguments.dtype, lora=arguments.lora, base=arguments.base
+        checkpoint,
+        target,
+        dtype=arguments.dtype,
+        lora=arguments.lora,
+        base=arguments.base,
     )
     size = readable(tree_bytes(target))
     _show(f"wrote {target}  {size}, {time.perf_counter() - started:.1f} s")

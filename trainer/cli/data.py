@@ -22,7 +22,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("command", choices=("preview", "stats"))
     add_words(parser)
     about = "preview: number of longest, least supervised and random samples each (default: %(default)s)"
-    parser.add_argument("--samples", metavar="N", type=at_least(0), default=3, help=about)
+    parser.add_argument(
+        "--samples",
+        metavar="N",
+        type=at_least(0),
+        default=3,
+        help=about,
+    )
     arguments = parser.parse_intermixed_args(argv)
     _, _, config = read_words(arguments.words)
 

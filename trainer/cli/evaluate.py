@@ -60,7 +60,10 @@ def main(argv: list[str]) -> int:
 def _parsed(argv: list[str]) -> argparse.Namespace:
     parser = Parser("evaluate")
     parser.add_argument(
-        "path", metavar="PATH", type=named_path, help="a run directory, or one of its checkpoints"
+        "path",
+        metavar="PATH",
+        type=named_path,
+        help="a run directory, or one of its checkpoints",
     )
     parser.add_argument(
         "--watch", action="store_true", help="also score new checkpoints until the run has ended"
@@ -171,6 +174,11 @@ def _attach(run_dir: Path, arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--attach {' '.join(arguments.attach)}: STEP and VALUE must be finite numbers"
         )
-    append_result(run_dir, name=arguments.name, step=step, value=value)
+    append_result(
+        run_dir,
+        name=arguments.name,
+        step=step,
+        value=value,
+    )
     publish(run_dir, arguments.name)
     print(f"step {step}: {PREFIX}{arguments.name} {value:g}, attached")

@@ -50,12 +50,28 @@ def _parser() -> Parser:
     about = (
         "run directories or log files of any trainer; several runs are also compared side by side"
     )
-    add("paths", metavar="PATH", nargs="+", type=Path, help=about)
-    add("--html", metavar="FILE", type=Path, help="write a page that opens in any browser, offline")
+    add(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        type=Path,
+        help=about,
+    )
+    add(
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="write a page that opens in any browser, offline",
+    )
     about = "print JSON instead of text: an object, or an array for several PATHs"
     add("--json", action="store_true", help=about)
     about = "exit with 0 for OK or too early to say, 1 for ATTENTION, 3 for FAIL"
     add("--check", action="store_true", help=about)
     about = "set of absolute limits (default: chosen by the metrics in the log)"
-    add("--profile", choices=PROFILES, default="auto", help=about)
+    add(
+        "--profile",
+        choices=PROFILES,
+        default="auto",
+        help=about,
+    )
     return parser

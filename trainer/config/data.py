@@ -222,7 +222,12 @@ def sources_of(data: DataConfig, name: str) -> list[Source]:
     return found
 
 
-def _source(given: SourceConfig, data: DataConfig, name: str, dotted: str) -> Source:
+def _source(
+    given: SourceConfig,
+    data: DataConfig,
+    name: str,
+    dotted: str,
+) -> Source:
     """Return a source whose missing settings are filled in from `data`. Raises `ConfigError`."""
     if name == "val_files" and given.repeat != 1:
         raise ConfigError(

@@ -25,7 +25,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else ""
 
 
-def names_matching(pattern: str, names: Iterable[str], *, key: str, kind: str) -> list[str]:
+def names_matching(
+    pattern: str,
+    names: Iterable[str],
+    *,
+    key: str,
+    kind: str,
+) -> list[str]:
     """Return the names that contain a match of a regular expression. Raises `ConfigError` for an
     invalid expression, and if no name matches.
 
@@ -42,7 +48,12 @@ def names_matching(pattern: str, names: Iterable[str], *, key: str, kind: str) -
     return found
 
 
-def key(default: Any, meaning: str, *checks: Check, name: str | None = None) -> Any:
+def key(
+    default: Any,
+    meaning: str,
+    *checks: Check,
+    name: str | None = None,
+) -> Any:
     """Declare a key. Users must set it if the default is `dataclasses.MISSING`.
 
     `name` is the user's name for the key, if Python does not allow it as a field name.

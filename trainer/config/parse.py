@@ -37,7 +37,10 @@ def default_tree() -> DictConfig:
 
 
 def assign(
-    tree: DictConfig, values: Mapping[str, Any], cls: type = Config, prefix: str = ""
+    tree: DictConfig,
+    values: Mapping[str, Any],
+    cls: type = Config,
+    prefix: str = "",
 ) -> list[str]:
     """Set keys of a tree from nested mappings. Return a problem for each wrong key."""
     problems = []
@@ -54,7 +57,12 @@ def assign(
     return problems
 
 
-def _set(tree: DictConfig, own: "Field[Any]", value: Any, dotted: str) -> list[str]:
+def _set(
+    tree: DictConfig,
+    own: "Field[Any]",
+    value: Any,
+    dotted: str,
+) -> list[str]:
     """Set one key. Return its problems."""
     problems: list[str] = []
     converted = _converted(own.type, value, dotted, problems)
@@ -105,7 +113,12 @@ def to_config(tree: DictConfig, implementations: Implementations | None = None) 
     return config
 
 
-def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
+def _build(
+    cls: type,
+    values: Mapping[str, Any],
+    prefix: str,
+    problems: list[str],
+) -> Any:
     """Build a group, or an entry of a list, from the values of its keys. Append errors to
     `problems`.
     """
@@ -129,7 +142,12 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str
     return cls(**arguments)
 
 
-def _converted(kind: Any, value: Any, dotted: str, problems: list[str]) -> Any:
+def _converted(
+    kind: Any,
+    value: Any,
+    dotted: str,
+    problems: list[str],
+) -> Any:
     """Return a value in the type of its key. If that is impossible, append a problem and return
     None.
     """

@@ -80,7 +80,11 @@ def _scattered(values: np.ndarray) -> np.ndarray:
 
 
 def rows_at(
-    places: np.ndarray, shares: tuple[Share, ...], *, seed: int, epoch: int
+    places: np.ndarray,
+    shares: tuple[Share, ...],
+    *,
+    seed: int,
+    epoch: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (index of the source, row in the source) for each place of an epoch; int64.
 
@@ -142,7 +146,11 @@ class Schedule:
     start: Position = START
     order: str = "shuffled"
     """A key of `ORDERS`."""
-    lengths: np.ndarray | None = field(default=None, compare=False, repr=False)
+    lengths: np.ndarray | None = field(
+        default=None,
+        compare=False,
+        repr=False,
+    )
     """Number of tokens of each row, int64, for orders that need it."""
 
     @property
@@ -270,7 +278,11 @@ def squared_length(lengths: np.ndarray, window: int) -> np.ndarray:
 
 
 def _fill(
-    sizes: np.ndarray, costs: np.ndarray, num_bins: int, max_size: float, max_count: float
+    sizes: np.ndarray,
+    costs: np.ndarray,
+    num_bins: int,
+    max_size: float,
+    max_count: float,
 ) -> list[list[int]] | None:
     """Put each item, largest first, into the cheapest bin with room for it. Return the indices in
     each bin; None if an item fits into no bin.
@@ -307,7 +319,10 @@ def length_facts(lengths: np.ndarray, num_loss_tokens: np.ndarray) -> dict[str, 
 
 
 def deal_facts(
-    lengths: np.ndarray, num_loss_tokens: np.ndarray, dealt: list[list[list[int]]], limits: Limits
+    lengths: np.ndarray,
+    num_loss_tokens: np.ndarray,
+    dealt: list[list[list[int]]],
+    limits: Limits,
 ) -> dict[str, float]:
     """Return metrics on how a global batch was packed and distributed to the ranks. `dealt` is the result of
     `RankPlan.deal`.

@@ -154,7 +154,12 @@ def _cached(name: str, revision: str | None, split: str) -> tuple[Path, list[Pat
     return root, list(filter_repo_objects(files, allow_patterns=patterns))
 
 
-def _download(address: str, name: str, revision: str | None, split: str) -> list[str]:
+def _download(
+    address: str,
+    name: str,
+    revision: str | None,
+    split: str,
+) -> list[str]:
     """Download a split. Return the names of all data files of the dataset. Raises `DataError`."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
@@ -162,7 +167,12 @@ def _download(address: str, name: str, revision: str | None, split: str) -> list
         # fails fast without a network, which the download would notice only after half a minute
         info = HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT_S)
         patterns = _patterns(split)
-        snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns)
+        snapshot_download(
+            name,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=patterns,
+        )
     except Exception as error:  # the Hub client raises many kinds
         commit = f" --revision {revision}" if revision else ""
         command = f"hf download --repo-type dataset {name} --include '*{split}*'{commit}"

@@ -86,7 +86,12 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 class RowParser:
     """Turns rows into items. The format of a row follows from `keys` and its column names."""
 
-    def __init__(self, keys: RowKeys, tokenizer: PreTrainedTokenizerBase, seen: Summary) -> None:
+    def __init__(
+        self,
+        keys: RowKeys,
+        tokenizer: PreTrainedTokenizerBase,
+        seen: Summary,
+    ) -> None:
         """`seen` counts formats and unread columns."""
         self._keys = keys
         self._tokenizer = tokenizer
@@ -177,7 +182,12 @@ class RowParser:
             f"{_proposal(row)}"
         )
 
-    def _conversation(self, record: Record, given: list[Any], num_given: int = 0) -> Conversation:
+    def _conversation(
+        self,
+        record: Record,
+        given: list[Any],
+        num_given: int = 0,
+    ) -> Conversation:
         """Check messages, and exclude the first `num_given` from the loss. Raises
         `UnusableError`.
         """
@@ -297,7 +307,12 @@ def _message(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
 
 
-def _from_pair(prompt: Any, response: Any, prompt_key: str, response_key: str) -> list[Any]:
+def _from_pair(
+    prompt: Any,
+    response: Any,
+    prompt_key: str,
+    response_key: str,
+) -> list[Any]:
     if not isinstance(prompt, list):
         prompt = [_message("user", _text(prompt, f"'{prompt_key}'"))]
     return [*prompt, _message("assistant", _text(response, f"'{response_key}'"))]
@@ -481,7 +496,12 @@ def _integers(record: Record, key: str, length: int | None = None) -> np.ndarray
     return np.array(found)
 
 
-def _require(key: str, values: np.ndarray, is_known: np.ndarray, known: str) -> None:
+def _require(
+    key: str,
+    values: np.ndarray,
+    is_known: np.ndarray,
+    known: str,
+) -> None:
     if not is_known.all():
         place = int(is_known.argmin())
         raise UnusableError(

@@ -50,7 +50,12 @@ def pack(samples: Samples, indices: list[int]) -> PackedBatch:
 
 
 def build_step(
-    samples: Samples, ids: np.ndarray, plan: RankPlan, *, step: int, epoch: int
+    samples: Samples,
+    ids: np.ndarray,
+    plan: RankPlan,
+    *,
+    step: int,
+    epoch: int,
 ) -> StepBatch:
     """Return this rank's part of the global batch `ids` (sample ids, int64)."""
     lengths, num_loss_tokens = samples.counts(ids)
@@ -85,7 +90,12 @@ def _by_source(samples: Samples, ids: np.ndarray, num_loss_tokens: np.ndarray) -
 
 
 class _StepDataset(Dataset[StepBatch]):
-    def __init__(self, samples: Samples, plan: RankPlan, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        plan: RankPlan,
+        schedule: Schedule,
+    ) -> None:
         self.samples = samples
         self.plan = plan
         self.schedule = schedule
@@ -236,7 +246,13 @@ class TrainLoader:
 class ValidationBatches:
     """Yields all samples in order, `batch_size` at a time over all ranks, each exactly once."""
 
-    def __init__(self, samples: Samples, plan: RankPlan, *, batch_size: int) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        plan: RankPlan,
+        *,
+        batch_size: int,
+    ) -> None:
         self._samples = samples
         self._plan = plan
         self._batch_size = batch_size

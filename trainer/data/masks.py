@@ -32,7 +32,12 @@ class Renderings:
     with and without the turn itself.
     """
 
-    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: list[Message],
+        tools: Tools,
+    ) -> None:
         self._template = template
         self._messages = messages
         self._tools = tools
@@ -41,7 +46,12 @@ class Renderings:
         ]
         self._rendered = cache(self._render)
 
-    def divide(self, trained: list[int], mode: str, seen: Summary) -> list[Part]:
+    def divide(
+        self,
+        trained: list[int],
+        mode: str,
+        seen: Summary,
+    ) -> list[Part]:
         """Return the samples that supervise the turns `trained`. `mode` is the value of
         `data.turns`.
 
@@ -190,7 +200,12 @@ class Renderings:
             f"the messages that follow; {FIX}"
         )
 
-    def _turn_end(self, index: int, start: int, limit: int) -> int:
+    def _turn_end(
+        self,
+        index: int,
+        start: int,
+        limit: int,
+    ) -> int:
         """Return the position at which a turn ends in the full rendering; -1 if it is not found."""
         text = self._whole
         closed = self._closed(index)
@@ -205,7 +220,12 @@ class Renderings:
         position = text.find(token, start, limit)
         return position + len(token) if position >= 0 else -1
 
-    def _check_no_header(self, text: str, start: int, index: int) -> None:
+    def _check_no_header(
+        self,
+        text: str,
+        start: int,
+        index: int,
+    ) -> None:
         """Raise `UnusableError` if the span begins with the turn's header, because the template
         ignores `add_generation_prompt`.
         """

@@ -62,7 +62,11 @@ def preview(
 
 
 def shown(
-    samples: Samples, tokenizer: PreTrainedTokenizerBase, *, num_each: int, seed: int
+    samples: Samples,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_each: int,
+    seed: int,
 ) -> Iterator[str]:
     """Yield the place and the text of the first sample of each source, then of the `num_each`
     longest, least supervised and random samples. No sample appears twice.

@@ -107,7 +107,11 @@ class ChatTemplate:
         self._bounds = {self._end, str(tokenizer.bos_token or "")} - {""}
 
     def render(
-        self, messages: list[Message], tools: Tools, *, prompt: bool = False
+        self,
+        messages: list[Message],
+        tools: Tools,
+        *,
+        prompt: bool = False,
     ) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the spans inside generation tags.
 

@@ -145,7 +145,10 @@ def _digest(path: Path, progress: Callable[[], None] = lambda: None) -> str:
 
 
 def _content_hash(
-    files: list[Path], states: list[FileState], tokenizer_digest: str, options: PrepareOptions
+    files: list[Path],
+    states: list[FileState],
+    tokenizer_digest: str,
+    options: PrepareOptions,
 ) -> str:
     versions = tokenizers.__version__, transformers.__version__
     contents = [(path.suffix, state[0]) for path, state in zip(files, states, strict=True)]
@@ -228,7 +231,10 @@ def _checksum_lines(directory: Path) -> str:
 
 
 def _require_usable(
-    summary: Summary, files: list[Path], options: PrepareOptions, staging: Path
+    summary: Summary,
+    files: list[Path],
+    options: PrepareOptions,
+    staging: Path,
 ) -> None:
     """Raise a `DataError` that shows the first bad rows, unless enough rows are usable."""
     is_strict = options.on_bad_row == "error"

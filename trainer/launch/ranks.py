@@ -158,7 +158,11 @@ def _whole(env: Mapping[str, str], name: str, *, minimum: int = 0) -> int:
 
 
 def rank_environment(
-    env: Mapping[str, str], layout: NodeLayout, *, num_ranks: int, status: Status
+    env: Mapping[str, str],
+    layout: NodeLayout,
+    *,
+    num_ranks: int,
+    status: Status,
 ) -> dict[str, str]:
     """Return the environment of the ranks. Variables that the user has set stay unchanged."""
     added = {

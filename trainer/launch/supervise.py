@@ -25,7 +25,11 @@ POLL_S = 1.0
 
 
 def supervise(
-    command: Sequence[str], *, env: Mapping[str, str], status: Status, watchdog: Watchdog
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    status: Status,
+    watchdog: Watchdog,
 ) -> int:
     """Run the agent to its end or to a hang. Pass each stop signal to the ranks once.
 
@@ -38,7 +42,12 @@ def supervise(
         if signal.sigpending() & stop_signals:
             return EXIT_RESUMABLE
         set_up = functools.partial(_set_up_agent, os.getpid(), awaited)
-        agent = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=set_up)
+        agent = subprocess.Popen(
+            command,
+            env=env,
+            start_new_session=True,
+            preexec_fn=set_up,
+        )
         was_signalled = False
         while agent.poll() is None:
             received = signal.sigtimedwait(awaited, POLL_S)

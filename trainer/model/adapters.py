@@ -71,7 +71,13 @@ def settings(model: PreTrainedModel) -> dict[str, Any]:
     return {key: sorted(value) if isinstance(value, set) else value for key, value in tree.items()}
 
 
-def fill(model: PreTrainedModel, config: ModelConfig, source: ModelSource, *, seed: int) -> None:
+def fill(
+    model: PreTrainedModel,
+    config: ModelConfig,
+    source: ModelSource,
+    *,
+    seed: int,
+) -> None:
     """Give adapters their initial values, from `model.lora_adapter_path` or from peft. Without that
     path, modules that are trained in full keep the base model's values.
 
@@ -253,7 +259,11 @@ def _given(path: str) -> "LoraConfig":
             f"Fix: start from an adapter without these settings"
         )
     held = {key: own[key] for key in (*_HELD, "target_parameters")}
-    return LoraConfig(task_type="CAUSAL_LM", target_modules=[], **held)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules=[],
+        **held,
+    )
 
 
 def _with_weights(layers: list[str], stacked: list[str], named: list[str]) -> list[str]:

@@ -161,18 +161,30 @@ def how_documents_run(design: Design) -> str:
 
 
 def on_meta(
-    config: ModelConfig, source: ModelSource, *, is_packed: bool, uses_kernels: bool = False
+    config: ModelConfig,
+    source: ModelSource,
+    *,
+    is_packed: bool,
+    uses_kernels: bool = False,
 ) -> PreTrainedModel:
     """Build the model without weights, with adapters and frozen parameters."""
     model = packed_lm.build_on_meta(
-        source, is_packed=is_packed, uses_kernels=uses_kernels, loss=LOSSES[config.loss]
+        source,
+        is_packed=is_packed,
+        uses_kernels=uses_kernels,
+        loss=LOSSES[config.loss],
     )
     adapters.choose_trained(model, config, source)
     return model
 
 
 def prepare(
-    model: PreTrainedModel, config: ModelConfig, source: ModelSource, *, world: World, seed: int
+    model: PreTrainedModel,
+    config: ModelConfig,
+    source: ModelSource,
+    *,
+    world: World,
+    seed: int,
 ) -> None:
     """Shard the model on meta and give it weights. Collective."""
     parallelize.parallelize(model, config, world)

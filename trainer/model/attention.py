@@ -240,7 +240,11 @@ def choose_kernel() -> None:
 
 @torch.compiler.disable
 def _grouped(
-    lengths: DocumentLengths, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    lengths: DocumentLengths,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring,
 ) -> Tensor:
     groups = lengths.groups(num_key_heads=key.shape[1], device=query.device)
     return grouped_attention(query, key, value, groups, scoring)

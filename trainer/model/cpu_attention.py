@@ -47,7 +47,11 @@ class DocumentGroups:
     """Map the rows (token * M + key head) of a micro-batch to places in padded batches."""
 
     def __init__(
-        self, seqlens: tuple[int, ...], *, num_key_heads: int, device: torch.device
+        self,
+        seqlens: tuple[int, ...],
+        *,
+        num_key_heads: int,
+        device: torch.device,
     ) -> None:
         """Divide documents of these lengths into groups, and compute the place of each row once for
         all layers.
@@ -121,7 +125,12 @@ class Block:
     def keys(self) -> slice:
         return slice(self.first_key, self.last)
 
-    def probabilities(self, queries: Tensor, keys: Tensor, sinks_MG: Tensor | None) -> Tensor:
+    def probabilities(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        sinks_MG: Tensor | None,
+    ) -> Tensor:
         """Return the softmax over the keys that each query may see, [D * M, B * G, C], with an
         extra column for sinks.
         """
@@ -143,7 +152,13 @@ class Block:
             scores = torch.cat([scores, column[..., None]], -1)
         return torch.softmax(scores, -1)
 
-    def score_gradient(self, grad_p: Tensor, p: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    def score_gradient(
+        self,
+        grad_p: Tensor,
+        p: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+    ) -> Tensor:
         """Return the gradient of the scores, given `p` and its gradient. `grad_p` has no column for
         sinks, because sinks have no value.
         """
@@ -196,7 +211,11 @@ def _scaled_bmm(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 
 def grouped_attention(
-    query: Tensor, key: Tensor, value: Tensor, groups: DocumentGroups, scoring: Scoring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: DocumentGroups,
+    scoring: Scoring,
 ) -> Tensor:
     """Compute causal attention of queries [1, N, T, K] over keys and values [1, M, T, K]. Return
     [1, T, N, K].

@@ -27,7 +27,12 @@ which in bfloat16 is 8 elements.
 """
 
 
-def adapt(model: nn.Module, name: str, weights: Sequence[str], settings: "LoraConfig") -> None:
+def adapt(
+    model: nn.Module,
+    name: str,
+    weights: Sequence[str],
+    settings: "LoraConfig",
+) -> None:
     """Wrap the expert module `name` in peft's wrappers, one for each of its `weights`, in peft's
     order.
     """
@@ -50,7 +55,12 @@ def adapt(model: nn.Module, name: str, weights: Sequence[str], settings: "LoraCo
     model.set_submodule(name, outermost)
 
 
-def _forward(outermost: Any, experts: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    outermost: Any,
+    experts: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run the experts with their adapters.
 
     If the self-check asks for transformers' own forward pass, use the weights that peft computes.
@@ -60,7 +70,12 @@ def _forward(outermost: Any, experts: Any, *args: Any, **kwargs: Any) -> Any:
     return experts(*args, **kwargs)
 
 
-def grouped_mm(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def grouped_mm(
+    experts: Any,
+    hidden_TH: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+) -> Tensor:
     """Compute the same products as transformers' grouped experts, and add the adapters' results.
 
     `experts.tokens_E` counts the rows of each expert.
@@ -85,7 +100,12 @@ def grouped_mm(experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Te
 
 
 def _product(
-    experts: Any, name: str, input_SI: Tensor, *, expert_S: Tensor, ends_E: Tensor
+    experts: Any,
+    name: str,
+    input_SI: Tensor,
+    *,
+    expert_S: Tensor,
+    ends_E: Tensor,
 ) -> Tensor:
     """Multiply each row by its expert's weight, and add the adapter's scaling * B A of the row."""
     bias_SO = getattr(experts, f"{name}_bias")[expert_S] if experts.has_bias else None

@@ -60,7 +60,12 @@ class ExpertExchange:
         ids_R = own_ids.repeat_interleave(counts, output_size=sum(num_received))
         return rows_RH, ids_R, num_sent, num_received
 
-    def exchange(self, rows: Tensor, num_received: list[int], num_sent: list[int]) -> Tensor:
+    def exchange(
+        self,
+        rows: Tensor,
+        num_received: list[int],
+        num_sent: list[int],
+    ) -> Tensor:
         """Send rows to the ranks of the group; gradients return the same way. Collective."""
         return all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self.group)
 
@@ -118,7 +123,10 @@ def require_even(modules: Sequence[Any], num_shards: int, *, expert_size: int) -
 
 
 def distribute(
-    modules: Sequence[Any], mesh: DeviceMesh, expert_mesh: DeviceMesh, dtype: torch.dtype
+    modules: Sequence[Any],
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh,
+    dtype: torch.dtype,
 ) -> set[nn.Parameter]:
     """Let these expert modules exchange tokens. Return their parameters, which FSDP must ignore.
 

@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def counted_grouped_mm(
-    experts: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
+    experts: Any,
+    hidden_TH: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
 ) -> Tensor:
     """Compute all experts in one grouped product.
 
@@ -213,7 +216,13 @@ def _recorded_routers(model: PreTrainedModel) -> Iterator[tuple[Any, int]]:
                     yield module, recorder.index
 
 
-def _note_probabilities(router: Any, args: Any, output: Any, *, index: int) -> None:
+def _note_probabilities(
+    router: Any,
+    args: Any,
+    output: Any,
+    *,
+    index: int,
+) -> None:
     """Sum the probabilities over the tokens of a forward pass.
 
     This hook runs inside the layer, so that recomputation keeps nothing per token for the sum.

@@ -169,7 +169,10 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, losses_S: Tensor, gradients: list[Tensor | None], *inputs: Tensor | None
+        ctx: Any,
+        losses_S: Tensor,
+        gradients: list[Tensor | None],
+        *inputs: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(*gradients)
         return losses_S.sum(dtype=torch.float64)

@@ -98,5 +98,10 @@ class HeadExchange:
         by_rank = self._exchanged(output[0], [length] * self._size, self._lengths)
         return by_rank.unflatten(0, (self._size, length)).transpose(0, 1).flatten(1, 2)[None]
 
-    def _exchanged(self, sent: Tensor, num_received: list[int], num_sent: list[int]) -> Tensor:
+    def _exchanged(
+        self,
+        sent: Tensor,
+        num_received: list[int],
+        num_sent: list[int],
+    ) -> Tensor:
         return all_to_all_single_autograd(sent.contiguous(), num_received, num_sent, self._group)

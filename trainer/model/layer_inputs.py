@@ -26,7 +26,10 @@ class HostCopy:
     """
 
     def __init__(
-        self, tensor: Tensor, before: "HostCopy | None", stream: torch.cuda.Stream | None
+        self,
+        tensor: Tensor,
+        before: "HostCopy | None",
+        stream: torch.cuda.Stream | None,
     ) -> None:
         """`before`: the previous copy, which the backward pass needs after this one."""
         self._device = tensor.device

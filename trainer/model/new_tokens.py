@@ -122,7 +122,13 @@ def _directory(source: Path, contents: dict[str, str], cache_dir: Path) -> Path:
 
 
 @torch.no_grad()
-def fill_rows(model: PreTrainedModel, ids: dict[str, int], num_stored: int, *, seed: int) -> None:
+def fill_rows(
+    model: PreTrainedModel,
+    ids: dict[str, int],
+    num_stored: int,
+    *,
+    seed: int,
+) -> None:
     """Fill the rows of new tokens and the rows that only pad the vocabulary. Collective.
 
     A row is the mean of the trained tokens' rows plus noise, which depends on (seed, token) and not

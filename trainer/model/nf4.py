@@ -58,7 +58,13 @@ class _Product(torch.autograd.Function):
     """The product with the dequantized weight, which the backward pass dequantizes again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, levels: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        stored: Tensor,
+        bias: Tensor | None,
+        levels: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(stored, levels)
         return F.linear(x, dequantized(stored, levels, x.dtype), bias)
 

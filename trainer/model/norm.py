@@ -23,7 +23,12 @@ class _RmsNorm(torch.autograd.Function):
     """Compute in float32, and round to the input's dtype where transformers rounds."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_H: Tensor,
+        eps: float,
+    ) -> Tensor:
         wide_TH = hidden_TH.to(torch.float32, copy=True)
         rms_T1 = (
             torch.linalg.vector_norm(wide_TH, dim=-1, keepdim=True)

@@ -230,7 +230,10 @@ def sequence_group(model: PreTrainedModel) -> ProcessGroup | None:
 
 
 def run_plain(
-    model: PreTrainedModel, forward: Callable[..., Any], batch: PackedBatch, **more: Any
+    model: PreTrainedModel,
+    forward: Callable[..., Any],
+    batch: PackedBatch,
+    **more: Any,
 ) -> Any:
     """Call a forward of the architecture. Modules inside it can look up the batch's documents."""
     with attention.documents(

@@ -122,7 +122,10 @@ def _grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
 
 
 def _paired(
-    codes: StoredTensor, scales: StoredTensor, block_size: tuple[int, int] | None, name: str
+    codes: StoredTensor,
+    scales: StoredTensor,
+    block_size: tuple[int, int] | None,
+    name: str,
 ) -> StoredTensor:
     """Return the weight as if it were an unquantized tensor in a file. Raise `ConfigError` if the
     scales do not fit the codes.

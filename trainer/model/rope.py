@@ -38,7 +38,12 @@ def follow_documents(model: PreTrainedModel, *, is_packed: bool) -> None:
 
 
 def _forward(
-    self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, *, is_packed: bool
+    self: Any,
+    x: Tensor,
+    position_ids: Tensor,
+    layer_type: str | None = None,
+    *,
+    is_packed: bool,
 ) -> tuple[Tensor, Tensor]:
     parameters = self.config.rope_parameters
     prefix = ""

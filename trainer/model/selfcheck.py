@@ -92,7 +92,10 @@ def compare(
 
 
 def _reference(
-    model: PreTrainedModel, documents: list[Tensor], device: torch.device, formula: Formula
+    model: PreTrainedModel,
+    documents: list[Tensor],
+    device: torch.device,
+    formula: Formula,
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the summed loss and its gradient, by autograd of `formula` over the logits of
     transformers' own model.

@@ -213,7 +213,11 @@ def _code(module: nn.Module) -> types.CodeType:
 
 @torch.compiler.disable
 def _forward(
-    self: nn.Module, *args: Any, forward: Callable[..., Any], is_alone: bool, **kwargs: Any
+    self: nn.Module,
+    *args: Any,
+    forward: Callable[..., Any],
+    is_alone: bool,
+    **kwargs: Any,
 ) -> Any:
     """Run documents of similar length as one batch, padded at their ends.
 
@@ -269,7 +273,12 @@ def _documents(value: Any, seqlens: tuple[int, ...]) -> Any:
     return value[0].split(seqlens) if _is_of_tokens(value, sum(seqlens)) else value
 
 
-def _padded(value: Any, group: list[int], longest: int, whole: set[int]) -> Any:
+def _padded(
+    value: Any,
+    group: list[int],
+    longest: int,
+    whole: set[int],
+) -> Any:
     """Return a group's rows of a value as [D, L, ...]. A mask or bias over all tokens, or over
     those of the longest document, is cut to its top left corner.
     """

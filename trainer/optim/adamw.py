@@ -28,7 +28,11 @@ class AdamW(torch.optim.AdamW, Optimizer):
     """
 
     def __init__(
-        self, model: nn.Module, config: OptimConfig, *, others: Container[nn.Parameter] = ()
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        *,
+        others: Container[nn.Parameter] = (),
     ) -> None:
         """Optimize all trained parameters except `others`."""
         named = trainable(model)
@@ -60,7 +64,10 @@ class AdamW(torch.optim.AdamW, Optimizer):
                     self._step_rounded(parameter, parameter.grad, group)
 
     def _step_rounded(
-        self, parameter: nn.Parameter, whole_gradient: Tensor, group: dict[str, Any]
+        self,
+        parameter: nn.Parameter,
+        whole_gradient: Tensor,
+        group: dict[str, Any],
     ) -> None:
         """Update like the fused kernel, in float32 and chunk by chunk; values stored in bfloat16
         are rounded at random.

@@ -79,7 +79,12 @@ class Muon(AdamW):
         self._store(parameter, state, momentum, "m")
         return parameter.grad
 
-    def _apply(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
+    def _apply(
+        self,
+        parameter: nn.Parameter,
+        update: Tensor,
+        group: dict[str, Any],
+    ) -> None:
         """Apply this rank's shard of the update to its shard of the parameter."""
         target = local(parameter).detach()
         weight = target.float()
@@ -88,7 +93,13 @@ class Muon(AdamW):
         weight.sub_(update, alpha=group["lr"])
         self._store(parameter, target, weight, "w")
 
-    def _store(self, parameter: nn.Parameter, target: Tensor, value: Tensor, which: str) -> None:
+    def _store(
+        self,
+        parameter: nn.Parameter,
+        target: Tensor,
+        value: Tensor,
+        which: str,
+    ) -> None:
         key = seeding.key(self.rounding_key, self._matrices[parameter], which)
         first = rounding.first_element(parameter)
         rounding.store(target.view(-1), value.view(-1), key, first)

@@ -19,7 +19,12 @@ _MULTIPLIERS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B)
 """
 
 
-def store(target: Tensor, values: Tensor, key: int, first: int) -> None:
+def store(
+    target: Tensor,
+    values: Tensor,
+    key: int,
+    first: int,
+) -> None:
     """Write float32 `values` into `target`. If `target` is bfloat16, round them with the noise of
     `key`.
 
@@ -64,7 +69,12 @@ def first_element(tensor: Tensor) -> int:
     return shard_starts(tensor.shape, mesh.size(last))[mesh.get_local_rank(last)]
 
 
-def _hash(numel: int, key: int, first: int, device: torch.device) -> Tensor:
+def _hash(
+    numel: int,
+    key: int,
+    first: int,
+    device: torch.device,
+) -> Tensor:
     """Return int32 values in which every bit depends on all bits of the key and of the index modulo
     2^32. Sums and products wrap.
     """

@@ -56,7 +56,11 @@ class LrSchedule:
 
     @classmethod
     def from_config(
-        cls, config: "OptimConfig", *, peak_lr: float, total_steps: int
+        cls,
+        config: "OptimConfig",
+        *,
+        peak_lr: float,
+        total_steps: int,
     ) -> "LrSchedule":
         return cls(
             kind=config.lr_scheduler,
@@ -74,7 +78,13 @@ class LrSchedule:
         decay = DECAYS[self.kind](progress)
         return self.peak_lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
 
-    def apply(self, optimizer: "Optimizer", *, step: int, factor: float) -> float:
+    def apply(
+        self,
+        optimizer: "Optimizer",
+        *,
+        step: int,
+        factor: float,
+    ) -> float:
         """Set the rate of every group for `step`, multiplied by `factor` and the group's
         `lr_scale`. Return the rate without `lr_scale`.
         """

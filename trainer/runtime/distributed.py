@@ -142,10 +142,19 @@ def start(
         card = str(torch.cuda.get_device_properties(device).uuid)
     timeout = timedelta(seconds=timeout_s + LATE_S)
     heartbeat.enter("meet", limit_s=timeout_s)
-    dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=size, store=store)
+    dist.init_process_group(
+        backend,
+        timeout=timeout,
+        rank=rank,
+        world_size=size,
+        store=store,
+    )
     _require_all(device, size, card=card, facts=facts)
     world = make_world(
-        device, fsdp_size=fsdp_size, sequence_size=sequence_size, expert_size=expert_size
+        device,
+        fsdp_size=fsdp_size,
+        sequence_size=sequence_size,
+        expert_size=expert_size,
     )
     groups = [*world.mesh.get_all_groups(), world.sequence_group]
     if world.expert_mesh is not None:
@@ -164,7 +173,12 @@ def mesh_dimensions(size: int, *, fsdp_size: int) -> dict[str, int]:
     return {"ddp": size // fsdp_size, "fsdp": fsdp_size}
 
 
-def require_divisor(key: str, value: int, size: int, ranks: str = "ranks of this run") -> None:
+def require_divisor(
+    key: str,
+    value: int,
+    size: int,
+    ranks: str = "ranks of this run",
+) -> None:
     """Raise `ConfigError` unless the value of a key divides a number of ranks."""
     if size % value:
         raise ConfigError(
@@ -172,7 +186,13 @@ def require_divisor(key: str, value: int, size: int, ranks: str = "ranks of this
         )
 
 
-def require_sizes(num_ranks: int, *, fsdp_size: int, sequence_size: int, expert_size: int) -> None:
+def require_sizes(
+    num_ranks: int,
+    *,
+    fsdp_size: int,
+    sequence_size: int,
+    expert_size: int,
+) -> None:
     """Raise `ConfigError` unless the ranks can be divided into groups of these sizes."""
     require_divisor("model.ulysses_sequence_parallel_size", sequence_size, num_ranks)
     num_shards = mesh_dimensions(num_ranks, fsdp_size=fsdp_size)["fsdp"]
@@ -181,7 +201,11 @@ def require_sizes(num_ranks: int, *, fsdp_size: int, sequence_size: int, expert_
 
 
 def make_world(
-    device: torch.device, *, fsdp_size: int, sequence_size: int = 1, expert_size: int = 1
+    device: torch.device,
+    *,
+    fsdp_size: int,
+    sequence_size: int = 1,
+    expert_size: int = 1,
 ) -> World:
     """Build the mesh over the connected ranks. Collective. Raises `ConfigError`."""
     num_ranks = dist.get_world_size()
@@ -209,7 +233,11 @@ def make_world(
 
 
 def _require_all(
-    device: torch.device, size: int, *, card: str | None, facts: Mapping[str, str]
+    device: torch.device,
+    size: int,
+    *,
+    card: str | None,
+    facts: Mapping[str, str],
 ) -> None:
     """Check that no two ranks share a GPU, that all have the same facts, and that a first sum over
     the devices is correct.

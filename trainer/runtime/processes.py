@@ -94,7 +94,11 @@ def begun(work: Callable[[], T], *, name: str | None = None) -> Future[T]:
         except Exception as error:
             answer.set_exception(error)
 
-    threading.Thread(target=in_thread, name=name, daemon=True).start()
+    threading.Thread(
+        target=in_thread,
+        name=name,
+        daemon=True,
+    ).start()
     return answer
 
 

@@ -74,7 +74,12 @@ class StopRequest:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._stand_in, args=(reader,), name="signals", daemon=True).start()
+        threading.Thread(
+            target=self._stand_in,
+            args=(reader,),
+            name="signals",
+            daemon=True,
+        ).start()
 
     @property
     def is_set(self) -> bool:
@@ -133,7 +138,12 @@ def join_launcher() -> None:
         return
     die_with_parent(int(os.environ.get(AGENT_PID, os.getppid())), code=EXIT_RESUMABLE)
     stacks = status.open_rank(local_rank())
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=False)
+    faulthandler.register(
+        signal.SIGUSR2,
+        file=stacks,
+        all_threads=True,
+        chain=False,
+    )
 
 
 def lost_ranks() -> list[int]:

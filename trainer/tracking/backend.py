@@ -159,7 +159,9 @@ class Sink:
         """True from `open` until the backend is dropped."""
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(CAPACITY)
         self._thread = threading.Thread(
-            target=self._work, name=f"tracking-{backend.name}", daemon=True
+            target=self._work,
+            name=f"tracking-{backend.name}",
+            daemon=True,
         )
         self._call_name = ""
         self._deadline_s = 0.0

@@ -73,7 +73,12 @@ class ConsoleBackend(Backend):
             line = f"{time.strftime('%H:%M:%S')} {line}"
         elif is_step:
             (task,) = self._progress.task_ids
-            self._progress.update(task, completed=row.step, description=line, refresh=True)
+            self._progress.update(
+                task,
+                completed=row.step,
+                description=line,
+                refresh=True,
+            )
         if not is_step or is_skipped or self._is_due(row.step):
             print(line, flush=True)
 

@@ -29,7 +29,13 @@ class Event:
 
 
 class EventsFile(AppendFile):
-    def __init__(self, path: Path, *, attempt: int, is_guest: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        attempt: int,
+        is_guest: bool = False,
+    ) -> None:
         super().__init__(path, is_guest=is_guest)
         self._attempt = attempt
 

@@ -144,7 +144,12 @@ class Tracking:
             for sink in self._sinks:
                 sink.open()
 
-    def log(self, data: Mapping[str, float], step: int, kind: str | None = None) -> None:
+    def log(
+        self,
+        data: Mapping[str, float],
+        step: int,
+        kind: str | None = None,
+    ) -> None:
         """Record the metrics of a step. Values must be plain ints or floats.
 
         Without `kind`, the kind of a row with a `val/` key is "val", and any other row is "train".
@@ -161,7 +166,12 @@ class Tracking:
             self._metrics_file.write(row)
             self._send("log", row)
 
-    def log_rows(self, step: int, losses: SampleLosses, location: Callable[[int], str]) -> None:
+    def log_rows(
+        self,
+        step: int,
+        losses: SampleLosses,
+        location: Callable[[int], str],
+    ) -> None:
         """Record the losses of a step's samples. `location` returns the place of a sample, given
         its id.
         """
@@ -178,7 +188,14 @@ class Tracking:
             self._continue_from(metrics_file.ROLLBACK, step)
             self._send("rewind", step)
 
-    def event(self, kind: str, step: int, message: str, level: str = "info", **fields: Any) -> None:
+    def event(
+        self,
+        kind: str,
+        step: int,
+        message: str,
+        level: str = "info",
+        **fields: Any,
+    ) -> None:
         """Record an event. The levels "warn" and "error" are shown on the console; "error" also
         triggers an alert in W&B.
         """

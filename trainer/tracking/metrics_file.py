@@ -61,7 +61,12 @@ class MetricsRow:
     data: Mapping[str, float]
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], step: int, kind: str | None = None) -> "MetricsRow":
+    def of(
+        cls,
+        data: Mapping[str, Any],
+        step: int,
+        kind: str | None = None,
+    ) -> "MetricsRow":
         """Make a row with the current time.
 
         Without `kind`, the kind is "val" if a key starts with `val/` or `eval/`, otherwise "train".

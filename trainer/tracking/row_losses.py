@@ -71,7 +71,12 @@ class RowLossFile(AppendFile):
         super().__init__(path)
         self._attempt = attempt
 
-    def write(self, step: int, losses: SampleLosses, location: Callable[[int], str]) -> None:
+    def write(
+        self,
+        step: int,
+        losses: SampleLosses,
+        location: Callable[[int], str],
+    ) -> None:
         """Write the line of a step. `location` returns the place of a sample, given its id."""
         sums = np.round(losses.loss_sums, DIGITS).tolist()
         self.append(

@@ -53,7 +53,12 @@ class RunFile:
             return None, NOTHING_SENT
         return run_id, last_step
 
-    def set_tracker(self, name: str, run_id: str, last_step: int) -> None:
+    def set_tracker(
+        self,
+        name: str,
+        run_id: str,
+        last_step: int,
+    ) -> None:
         with self._lock:  # other trackers write their entries at the same time
             self.update(
                 run_ids=self._entries("run_ids") | {name: run_id},

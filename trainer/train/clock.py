@@ -32,7 +32,12 @@ class TraceFile:
         if path.stat().st_size == 0:
             self._file.write("[\n")
 
-    def span(self, phase: str, start_s: float, took_s: float) -> None:
+    def span(
+        self,
+        phase: str,
+        start_s: float,
+        took_s: float,
+    ) -> None:
         """Add a span that starts at `start_s` on the clock of `time.perf_counter`."""
         if self._file.closed:
             return

@@ -122,7 +122,10 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
     """
     run.heartbeat.enter("rollback", limit_s=SAVE_TIMEOUT_S + run.hang_timeout_s)
     found = run.checkpoints.decide_rollback(
-        run.batches, onset=onset, history=run.guard.history, reason=reason
+        run.batches,
+        onset=onset,
+        history=run.guard.history,
+        reason=reason,
     )
     if found is None:
         return False

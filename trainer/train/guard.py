@@ -95,7 +95,13 @@ class Guard(Remembered, Part):
         step.decision = self.observe(step.batch.step, step.signals, is_skipped=is_skipped)
         step.row |= self.scores()
 
-    def observe(self, step: int, signals: Mapping[str, float], *, is_skipped: bool) -> Decision:
+    def observe(
+        self,
+        step: int,
+        signals: Mapping[str, float],
+        *,
+        is_skipped: bool,
+    ) -> Decision:
         """Decide what to do after a step. `is_skipped`: True if the device skipped its update."""
         self.num_skipped += is_skipped
         is_finite = isfinite(signals["train/loss"]) and isfinite(signals["train/grad_norm"])
@@ -120,7 +126,13 @@ class Guard(Remembered, Part):
             is_stop = True
         return Decision(onset, is_stop, reason)
 
-    def observe_validation(self, step: int, loss: float, *, train_loss: float) -> bool:
+    def observe_validation(
+        self,
+        step: int,
+        loss: float,
+        *,
+        train_loss: float,
+    ) -> bool:
         """Record a validation. Return True if the run ends early.
 
         A run ends early after `early_stop_patience` validations without an improvement.

@@ -151,7 +151,12 @@ class Meter(Remembered, Part):
         """Return the seconds that this attempt and all earlier attempts took."""
         return self._past_s + time.monotonic() - self._started_s
 
-    def _speed(self, batch: StepBatch, step_s: float, update_s: float) -> dict[str, float]:
+    def _speed(
+        self,
+        batch: StepBatch,
+        step_s: float,
+        update_s: float,
+    ) -> dict[str, float]:
         tokens_per_s = batch.num_tokens / step_s
         found = {
             "throughput/train/tokens_per_s": tokens_per_s,

@@ -64,7 +64,10 @@ class Part:
     """
 
     def after_micro_batch(
-        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
+        self,
+        batch: StepBatch,
+        inputs: PackedBatch,
+        output: LossOutput,
     ) -> Tensor | None:
         """Act between the forward and backward passes of a micro-batch.
 
@@ -110,7 +113,10 @@ class RouterLoad(Routers, Part):
     """The auxiliary loss of a mixture-of-experts model, and the load on each expert."""
 
     def after_micro_batch(
-        self, batch: StepBatch, inputs: PackedBatch, output: LossOutput
+        self,
+        batch: StepBatch,
+        inputs: PackedBatch,
+        output: LossOutput,
     ) -> Tensor | None:
         return self.add(inputs, batch.num_tokens)
 
@@ -142,7 +148,12 @@ class SourceLosses(_VectorSum):
 
     name = "loss_by_source"
 
-    def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
+    def after_micro_batch(
+        self,
+        batch: StepBatch,
+        inputs: PackedBatch,
+        output: LossOutput,
+    ) -> None:
         if batch.loss_tokens_by:
             sums_D, _ = document_sums(inputs, output.losses_S)
             zeros = sums_D.new_zeros(len(batch.loss_tokens_by))
@@ -162,7 +173,12 @@ class LossTerms(_VectorSum):
         own: Any = model
         self._names: tuple[str, ...] = own.loss_terms
 
-    def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
+    def after_micro_batch(
+        self,
+        batch: StepBatch,
+        inputs: PackedBatch,
+        output: LossOutput,
+    ) -> None:
         if self._names and output.terms_K is not None:
             # without a supervised position, there are no terms, but other ranks sum K of them
             zeros_K = output.losses_S.new_zeros(len(self._names), dtype=torch.float64)
@@ -184,7 +200,12 @@ class RowLosses(Part):
         self._log = log
         self._found: list[tuple[tuple[int, ...], Tensor]] = []
 
-    def after_micro_batch(self, batch: StepBatch, inputs: PackedBatch, output: LossOutput) -> None:
+    def after_micro_batch(
+        self,
+        batch: StepBatch,
+        inputs: PackedBatch,
+        output: LossOutput,
+    ) -> None:
         sums_2D = torch.stack(document_sums(inputs, output.losses_S))
         ids = inputs.sample_ids  # a padding document may follow these
         self._found.append((ids, sums_2D[:, : len(ids)]))

@@ -115,7 +115,13 @@ class Run:
             **self.parts,
         }
 
-    def tell(self, kind: str, step: int, message: str, level: str) -> None:
+    def tell(
+        self,
+        kind: str,
+        step: int,
+        message: str,
+        level: str,
+    ) -> None:
         """Record an event, and print it if it is a warning.
 
         Ranks other than the main rank only print warnings.
@@ -130,7 +136,12 @@ class Run:
         if self.tracking is not None:
             self.tracking.log_rows(step, losses, self.location)
 
-    def log(self, row: Mapping[str, float], step: int, kind: str | None = None) -> None:
+    def log(
+        self,
+        row: Mapping[str, float],
+        step: int,
+        kind: str | None = None,
+    ) -> None:
         if self.tracking is not None:
             self.tracking.log(row, step, kind)
 

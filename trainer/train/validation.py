@@ -29,7 +29,11 @@ class Validation:
     """One pass of all ranks over the validation samples."""
 
     def __init__(
-        self, world: World, *, length_facts: Mapping[str, float], sources: Sequence[str] = ()
+        self,
+        world: World,
+        *,
+        length_facts: Mapping[str, float],
+        sources: Sequence[str] = (),
     ) -> None:
         """`sources`: names of the data sources, if there are several."""
         self._world = world

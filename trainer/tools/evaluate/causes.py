@@ -160,7 +160,10 @@ def trained_model(trained: Trained) -> Iterator[Any]:
     """Build the trained model as a resumed run does, in a process group of one rank."""
     config = trained.config
     world = distributed.start(
-        torch.device("cpu"), timeout_s=60, fsdp_size=-1, heartbeat=Heartbeat()
+        torch.device("cpu"),
+        timeout_s=60,
+        fsdp_size=-1,
+        heartbeat=Heartbeat(),
     )
     try:
         max_length = config.data.max_length

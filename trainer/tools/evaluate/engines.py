@@ -234,7 +234,10 @@ def generate_in_transformers(
 
 
 def generate_in_vllm(
-    python: str, export: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    python: str,
+    export: Path,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
 ) -> list[str]:
     """Return vLLM's answers."""
     reader = _AnswerReader(export)

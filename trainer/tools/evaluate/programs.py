@@ -49,7 +49,15 @@ def has_bubblewrap() -> bool:
         return False
     with tempfile.TemporaryDirectory(prefix="sft-program-") as work:
         probe = [*_bubblewrap(work), sys.executable, "-I", "-S", "-c", ""]
-        return subprocess.run(probe, stderr=subprocess.DEVNULL, cwd="/", env={}).returncode == 0
+        return (
+            subprocess.run(
+                probe,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={},
+            ).returncode
+            == 0
+        )
 
 
 def require_isolation() -> str:
@@ -94,7 +102,12 @@ def run_tests(code: str, tests: list[str]) -> str:
         return judge([*bubblewrap, sys.executable], program_runner.__file__, job, work)
 
 
-def judge(python: list[str], runner: str, job: dict[str, Any], work: str) -> str:
+def judge(
+    python: list[str],
+    runner: str,
+    job: dict[str, Any],
+    work: str,
+) -> str:
     """Run a job in the directory `work`, and return the reason why it fails; empty if it passes."""
     process = subprocess.Popen(
         [*python, "-I", "-S", "-B", runner],

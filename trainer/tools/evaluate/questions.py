@@ -99,7 +99,11 @@ def _rows(paths: list[Path], columns: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _question(
-    row: Row, encoder: RowEncoder, answer_key: str, *, is_text: Callable[[], bool]
+    row: Row,
+    encoder: RowEncoder,
+    answer_key: str,
+    *,
+    is_text: Callable[[], bool],
 ) -> Question:
     place = location(row.file, row.line)
     try:

@@ -115,7 +115,13 @@ def evaluate(run_dir: Path, info: Checkpoint, asked: Evaluation) -> dict[str, An
     return rows[-1]
 
 
-def append_result(run_dir: Path, *, name: str, step: int, value: float) -> None:
+def append_result(
+    run_dir: Path,
+    *,
+    name: str,
+    step: int,
+    value: float,
+) -> None:
     """Record a result that another program measured.
 
     Raises `ConfigError` if the run has not saved a checkpoint at this step.

@@ -170,7 +170,12 @@ def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
     logger.info("restored %s in %.1f s, every file verified", place, time.monotonic() - started)
 
 
-def _fetched(storage: Storage, place: str, path: Path, staging: Path) -> FileRecord:
+def _fetched(
+    storage: Storage,
+    place: str,
+    path: Path,
+    staging: Path,
+) -> FileRecord:
     """Download a file to `path`. Raises `_DamagedError` if it is missing."""
     try:
         with fsio.HashingFile(path, root=staging) as file:
@@ -182,7 +187,12 @@ def _fetched(storage: Storage, place: str, path: Path, staging: Path) -> FileRec
     return file.record
 
 
-def _take_logs(storage: Storage, place: str, staging: Path, run_dir: Path) -> None:
+def _take_logs(
+    storage: Storage,
+    place: str,
+    staging: Path,
+    run_dir: Path,
+) -> None:
     """Restore the logs and identity of the run, except files that the run directory already has."""
     problem = None
     for name in (NEWER_FILES, RUN_FILES, RUN_FILES):

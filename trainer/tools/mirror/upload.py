@@ -183,11 +183,23 @@ class Uploader:
                 f"{self._storage.url} does not list step {pointer} yet, although it was uploaded"
             )
         steps = self._rotate(held, pointer, discarded)
-        note(self._run_dir, self._storage, steps=steps, failed="", results=results)
+        note(
+            self._run_dir,
+            self._storage,
+            steps=steps,
+            failed="",
+            results=results,
+        )
         if problem is not None:
             raise problem
 
-    def _upload(self, info: CheckpointInfo, held: MirrorState, *, moves_pointer: bool) -> None:
+    def _upload(
+        self,
+        info: CheckpointInfo,
+        held: MirrorState,
+        *,
+        moves_pointer: bool,
+    ) -> None:
         """Send the files, then the manifest. First remove files that another process uploaded."""
         started = time.monotonic()
         manifest = info.manifest
@@ -231,7 +243,12 @@ class Uploader:
         """Point the mirror's pointer to `step`."""
         self._storage.write(POINTER, f"{step}\n".encode())
 
-    def _send(self, place: str, directory: Path, record: FileRecord) -> None:
+    def _send(
+        self,
+        place: str,
+        directory: Path,
+        record: FileRecord,
+    ) -> None:
         """Send a file unless this upload has already sent it. Raises `OSError` if it is damaged."""
         if record.path in self._sent:
             return
@@ -252,7 +269,12 @@ class Uploader:
                     f"{name} has {sizes.get(name, 0)} bytes in storage, but {record.size_bytes} were sent"
                 )
 
-    def _rotate(self, held: MirrorState, pointer: int, discarded: frozenset[str]) -> list[int]:
+    def _rotate(
+        self,
+        held: MirrorState,
+        pointer: int,
+        discarded: frozenset[str],
+    ) -> list[int]:
         """Remove old, incomplete and rolled-back checkpoints, and return the remaining steps.
 
         Call this once the pointer's checkpoint is complete in the mirror.

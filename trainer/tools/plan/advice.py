@@ -11,7 +11,10 @@ STATE_ON_HOST = "model.fsdp_config.cpu_offload=true"
 
 
 def smallest_change(
-    config: Config, plan: Callable[[Change], MemoryPlan], now: MemoryPlan, limit_gib: float
+    config: Config,
+    plan: Callable[[Change], MemoryPlan],
+    now: MemoryPlan,
+    limit_gib: float,
 ) -> Change | None:
     """Return the first change of `change_series` that fits, or None."""
     for series in change_series(config, now):

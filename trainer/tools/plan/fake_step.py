@@ -167,7 +167,12 @@ def follow(model: PreTrainedModel, optimizer: torch.optim.Optimizer, live: LiveS
         if live.phase[1] != "backward":
             live.enter(live.phase[0], "forward", _edge(index, len(layers)))
 
-    def forward_ends(index: int, layer: nn.Module, args: Any, output: Any) -> None:
+    def forward_ends(
+        index: int,
+        layer: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> None:
         if live.phase[1] == "backward":
             return
         hidden = output[0] if isinstance(output, tuple) else output
@@ -211,7 +216,11 @@ def run_step(
     total_norm = clip.local_square_sum(parameters).sqrt()
     never = total_norm < 0
     clip.clipped_step(
-        optimizer, total_norm=total_norm, is_skipped=never, max_norm=1.0, rounding_key=0
+        optimizer,
+        total_norm=total_norm,
+        is_skipped=never,
+        max_norm=1.0,
+        rounding_key=0,
     )
     optimizer.zero_grad(set_to_none=True)
 
@@ -248,7 +257,12 @@ def _edge(index: int, num_layers: int) -> int:
 def _fake_world(job: Job) -> Iterator[World]:
     """Yield rank 0 of a world whose other ranks are simulated."""
     model = job.config.model
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.num_ranks)
+    dist.init_process_group(
+        "fake",
+        store=FakeStore(),
+        rank=0,
+        world_size=job.num_ranks,
+    )
     try:
         yield make_world(
             torch.device("cpu"),

@@ -107,7 +107,13 @@ class LiveStorages(TorchDispatchMode):
                 live[category] -= change_bytes
         return found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         # DTensor operations are observed from outside, because inside them DTensor propagates
         # shapes on whole tensors that do not exist
         result = func(*args, **(kwargs or {}))

@@ -123,7 +123,13 @@ def find_anomalies(log: RunLog, *, is_generating: bool, total_steps: int) -> tup
     return tuple(one for one in found if has_spike or one not in hard)
 
 
-def _witness(key: str, group: str, series: Series, *, is_generating: bool) -> Witness:
+def _witness(
+    key: str,
+    group: str,
+    series: Series,
+    *,
+    is_generating: bool,
+) -> Witness:
     """Measure how far each point of a metric is from its usual level."""
     is_log = group in (*EFFECTS, "length") and bool(series.values.min() > 0)
     values = np.log(series.values) if is_log else series.values
@@ -172,7 +178,11 @@ def _intervals(witnesses: list[Witness], grid: Ints) -> Iterator[tuple[int, int]
 
 
 def _anomaly(
-    witnesses: list[Witness], grid: Ints, first: int, last: int, total_steps: int
+    witnesses: list[Witness],
+    grid: Ints,
+    first: int,
+    last: int,
+    total_steps: int,
 ) -> Anomaly:
     """Describe the interval between two points of the grid by the metrics that moved in it."""
     # at the ends of the grid, include points that other metrics have before or after the grid
@@ -216,7 +226,12 @@ class _Move(NamedTuple):
     """
 
 
-def _move(witness: Witness, low: float, high: float, until: int) -> _Move | None:
+def _move(
+    witness: Witness,
+    low: float,
+    high: float,
+    until: int,
+) -> _Move | None:
     """Return how a metric moved between two steps; None if it stayed in its range."""
     steps = witness.series.steps
     logged = witness.series.values

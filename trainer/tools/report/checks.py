@@ -59,7 +59,10 @@ class Check:
 
 
 def finding(
-    name: str, *roles: str, profiles: str = "", least: int = 1
+    name: str,
+    *roles: str,
+    profiles: str = "",
+    least: int = 1,
 ) -> Callable[[Function], Check]:
     """Turn a function into a check. It is called with the run and the series of the roles."""
     return lambda function: Check(name, roles, profiles.split(), function, least)

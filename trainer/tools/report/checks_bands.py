@@ -52,7 +52,11 @@ NUM_SUDDEN = 5
 
 
 def _finding(
-    row: Row, run: AnalysedRun, title: str, steps: tuple[int, int], **fields: Any
+    row: Row,
+    run: AnalysedRun,
+    title: str,
+    steps: tuple[int, int],
+    **fields: Any,
 ) -> Finding:
     """Return the finding that a row reports, with its cause and remedies."""
     reason = row.reason
@@ -62,7 +66,14 @@ def _finding(
         if phase != "data":
             reason = "computing"
             evidence = [f"the extra time is spent in {phase}"]
-    return finding_of(row.level, title, reason=reason, steps=steps, evidence=evidence, **fields)
+    return finding_of(
+        row.level,
+        title,
+        reason=reason,
+        steps=steps,
+        evidence=evidence,
+        **fields,
+    )
 
 
 def _part(row: Row, points: Series) -> Series:
@@ -89,7 +100,13 @@ def _outside(row: Row, run: AnalysedRun, _: Series) -> Findings:
     most = float(high or math.inf)
     of = next((LEVELS[word] for word in row.options & LEVELS.keys()), np.median)
     width = len(part) if is_whole else row.width
-    found = beyond(part, low=least, high=most, width=width, of=of)
+    found = beyond(
+        part,
+        low=least,
+        high=most,
+        width=width,
+        of=of,
+    )
     if found is None or len(part) < row.width:
         return
     excuse = EXCUSES.get(row.id) if row.level == "warn" else None

@@ -183,12 +183,28 @@ def rise_of(losses: Series) -> Move | None:
     recent = min(NUM_RECENT, max(NUM_FEW, len(losses) // 8))
     last_early = losses.steps[min(NUM_EARLY, len(losses) // 4) - 1]
     for width in (NUM_FEW, recent):
-        rise = shift(losses, sign=1, ratio=ratio, sigma=sigma, share=part, width=width)
+        rise = shift(
+            losses,
+            sign=1,
+            ratio=ratio,
+            sigma=sigma,
+            share=part,
+            width=width,
+        )
         if rise is None or rise.after - rise.before < min(least, max(rise.before, LOW_LOSS)):
             continue
         lasts = len(within(losses, *rise.steps)) >= recent
         if not rise.is_lasting:  # a smaller rise that passes can occur by chance
-            lasts &= shift(losses, sign=1, ratio=ratio, sigma=8, width=width) is not None
+            lasts &= (
+                shift(
+                    losses,
+                    sign=1,
+                    ratio=ratio,
+                    sigma=8,
+                    width=width,
+                )
+                is not None
+            )
         is_early = rise.steps[0] <= last_early
         # levels of a few points serve only for the first steps, levels of many points for both
         if lasts and (rise.is_lasting if is_early else width == recent):

@@ -53,9 +53,19 @@ def drawn(plot: Plot, report: Report, log: RunLog) -> str:
         for key in plot.keys:
             _draw(axes, log.series[key], is_validation=key in ROLES["val_loss"])
         for anomaly in report.anomalies:
-            axes.axvspan(*anomaly.steps, color=ANOMALY, alpha=0.35, linewidth=1)
+            axes.axvspan(
+                *anomaly.steps,
+                color=ANOMALY,
+                alpha=0.35,
+                linewidth=1,
+            )
         if report.generalisation is not None:
-            axes.axvline(report.generalisation.best_step, color=BEST, linestyle="--", linewidth=1)
+            axes.axvline(
+                report.generalisation.best_step,
+                color=BEST,
+                linestyle="--",
+                linewidth=1,
+            )
         axes.set_xlabel("epoch" if report.profile == "controller" else "step")
         figure.savefig(image, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{b64encode(image.getvalue()).decode()}"
@@ -76,6 +86,11 @@ def _draw(axes: "Axes", series: Series, *, is_validation: bool) -> None:
         axes.set_yscale("log")
 
 
-def _plot(axes: "Axes", series: Series, form: str, **style: Any) -> None:
+def _plot(
+    axes: "Axes",
+    series: Series,
+    form: str,
+    **style: Any,
+) -> None:
     points = thinned(series)
     axes.plot(points.steps, np.clip(points.values, -LIMIT, LIMIT), form, **style)

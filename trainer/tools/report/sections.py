@@ -70,7 +70,12 @@ def sections(report: Report, log: RunLog) -> list[Section]:
         Section("What next", [[report.closing.removeprefix("Next: ")]]),
         Section("Also found", findings=others),
         Section("Run", [*report.facts.items()]),
-        Section("Plots", lead=LEGEND, plots=_plots(report, log), is_detail=True),
+        Section(
+            "Plots",
+            lead=LEGEND,
+            plots=_plots(report, log),
+            is_detail=True,
+        ),
         _table("What happened", events, "step kind level message"),
         _facts("Generalisation", report.generalisation, GENERALISATION),
         _table("Anomalies", report.anomalies, ANOMALY),
@@ -90,7 +95,12 @@ def sections(report: Report, log: RunLog) -> list[Section]:
     return [section for section in found if section.has_content]
 
 
-def _table(title: str, items: Iterable[object], names: str, lead: str = "") -> Section:
+def _table(
+    title: str,
+    items: Iterable[object],
+    names: str,
+    lead: str = "",
+) -> Section:
     """Make a section with a table: one row per item, one column per named attribute."""
     columns = names.split()
     rows = [[getattr(item, name) for name in columns] for item in items]

@@ -79,7 +79,12 @@ def beyond(
         usual = np.flatnonzero(before <= np.median(before) + np.median(chance))
         left = int(starts[usual[-1]]) if len(usual) else 0  # none where values overflow
         courses = [values, np.log(values)] if values.min() > 0 else [values]
-        begin = onset(*courses, first=max(0, left - 2 * width), last=first + width, is_level=True)
+        begin = onset(
+            *courses,
+            first=max(0, left - 2 * width),
+            last=first + width,
+            is_level=True,
+        )
     return series[begin : outside[-1] + 1]
 
 
@@ -172,7 +177,12 @@ def has_risen(series: Series) -> bool:
     return is_rising(series) or num_better > LONG_SHARE * len(series)
 
 
-def onset(*courses: Floats, first: int = 0, last: int | None = None, is_level: bool = False) -> int:
+def onset(
+    *courses: Floats,
+    first: int = 0,
+    last: int | None = None,
+    is_level: bool = False,
+) -> int:
     """Return the index in [first, last) at which values leave their straight course.
 
     With `is_level`, they leave their constant level. Among all steps and bends, the one with the

@@ -45,7 +45,15 @@ def print_report(console: Console, report: Report, log: RunLog) -> None:
             rows = [row[:MAX_COLUMNS] for row in section.rows[:MAX_ROWS]]
             header = section.header[:MAX_COLUMNS]
             findings = section.findings[:MAX_FINDINGS]
-            print_section(console, replace(section, rows=rows, header=header, findings=findings))
+            print_section(
+                console,
+                replace(
+                    section,
+                    rows=rows,
+                    header=header,
+                    findings=findings,
+                ),
+            )
             num_left = len(section.rows) + len(section.findings) - len(rows) - len(findings)
             if num_left:
                 console.print(f"… {num_left} more", style="dim")
@@ -61,7 +69,11 @@ def print_section(console: Console, section: Section) -> None:
         if finding.remedy:
             console.print(_text(f"Do: {finding.remedy}"))
     if section.rows:
-        table = Table(box=None, pad_edge=False, show_header=bool(section.header))
+        table = Table(
+            box=None,
+            pad_edge=False,
+            show_header=bool(section.header),
+        )
         for name in section.header or section.rows[0]:
             table.add_column(_text(str(name)), overflow="fold")
         for row in section.rows:

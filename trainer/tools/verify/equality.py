@@ -31,7 +31,12 @@ class Comparison:
     num_equal: int = 0
     differences: list[str] = field(default_factory=list)
 
-    def add(self, place: str, left: Any, right: Any) -> None:
+    def add(
+        self,
+        place: str,
+        left: Any,
+        right: Any,
+    ) -> None:
         """Compare a value or tensor of one run with its counterpart in the other."""
         difference = _difference(left, right)
         if difference:

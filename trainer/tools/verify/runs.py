@@ -119,7 +119,11 @@ class Runs:
         return self.train("timed", "trainer.deterministic=false", until=NUM_STEPS - 1)
 
     def train(
-        self, name: str, *overrides: str, num_ranks: int | None = None, until: int = NUM_STEPS + 1
+        self,
+        name: str,
+        *overrides: str,
+        num_ranks: int | None = None,
+        until: int = NUM_STEPS + 1,
     ) -> ShortRun:
         """Train to the end, or kill the run once step `until` is logged. Raises `RunFailedError`."""
         run = ShortRun(self.directory / name)

@@ -61,7 +61,12 @@ def check_packing(runs: Runs) -> Checked:
     return _same_steps(runs, alone, "packed documents and separate documents", fix)
 
 
-def _same_steps(runs: Runs, other: ShortRun, what: str, fix: str) -> Checked:
+def _same_steps(
+    runs: Runs,
+    other: ShortRun,
+    what: str,
+    fix: str,
+) -> Checked:
     """Compare the first steps of another run with the uninterrupted run."""
     found = _differences(runs.straight, other)
     allowed = dict(TOLERANCES)

@@ -152,7 +152,12 @@ class _Spikes(Remembered):
             "guard/grad_z": self._grad_norm.usual.z(grad_norm),
         }
 
-    def observe(self, step: int, loss: float, grad_norm: float) -> Anomaly | None:
+    def observe(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+    ) -> Anomaly | None:
         """Judge a step with finite values, then add them to the windows of usual values."""
         limits = self.limits()
         usual_grad = self._grad_norm.usual

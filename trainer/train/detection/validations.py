@@ -95,7 +95,13 @@ class ValidationWatch(Remembered):
             best, num_unimproved = (loss, 0) if is_better else (best, num_unimproved + 1)
         return self._patience is not None and num_unimproved >= self._patience
 
-    def observe(self, step: int, *, val_loss: float, train_loss: float) -> bool:
+    def observe(
+        self,
+        step: int,
+        *,
+        val_loss: float,
+        train_loss: float,
+    ) -> bool:
         """Add a validation, and return True if the model overfits.
 
         Both losses must be finite. `train_loss`: the level of the training loss around the step.

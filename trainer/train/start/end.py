@@ -150,7 +150,12 @@ def write_final_report(run_dir: Path) -> None:
     command = [sys.executable, "-m", "trainer.cli", "report", str(run_dir)]
     command += ["--json", "--html", str(page)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_TIMEOUT_S)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=REPORT_TIMEOUT_S,
+        )
         if done.returncode != EXIT_DONE:
             told = re.search(r"ERROR: .*|[^\n]+\Z", done.stderr.strip(), re.DOTALL)
             raise OSError(told[0] if told else f"exit {done.returncode}")

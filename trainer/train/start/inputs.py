@@ -240,7 +240,12 @@ class Encoders:
         if source.keys.text_key is not None:
             return *self.tokenizer(None), options
         kwargs = data.apply_chat_template_kwargs
-        options = replace(options, turns=data.turns, train_on=data.train_on, template_kwargs=kwargs)
+        options = replace(
+            options,
+            turns=data.turns,
+            train_on=data.train_on,
+            template_kwargs=kwargs,
+        )
         return *self.tokenizer(source.chat_template), options
 
     def row_encoder(self, source: Source) -> RowEncoder:

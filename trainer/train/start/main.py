@@ -147,7 +147,10 @@ def train(setup: RunSetup, stop: StopRequest, heartbeat: Heartbeat) -> int:
 
 
 def build_run(
-    setup: RunSetup, tracking: Tracking | None, stop: StopRequest, heartbeat: Heartbeat
+    setup: RunSetup,
+    tracking: Tracking | None,
+    stop: StopRequest,
+    heartbeat: Heartbeat,
 ) -> Run:
     """Build every part of the run, without loading a checkpoint. Collective."""
     config = setup.config
