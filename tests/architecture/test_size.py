@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 181_700, "tests": 234_600}
+MAX_TOKENS = {"trainer": 181_750, "tests": 234_900}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

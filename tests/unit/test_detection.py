@@ -177,6 +177,22 @@ def test_a_rule_acts_where_its_limit_is_exceeded_for_long_enough(rule, series, e
     assert [(event.step, event.onset) for event in events] == expected
 
 
+def test_a_rule_whose_metric_a_run_never_logs_is_reported_once():
+    rules = [
+        GuardRule("train/loss_by/nowhere", above=3, action="stop"),
+        GuardRule("train/loss_by/rare", above=3, action="stop"),
+    ]
+    detector = Detector(rules=rules)
+    usual = {"train/loss": 1.0, "train/grad_norm": 1.0, "train/total_valid_token_count": 9.0}
+    found = []
+    for step in range(1, 301):
+        rare = {"train/loss_by/rare": 1.0} if step == 40 else {}
+        found += detector.observe(step, usual | rare)
+    (anomaly,) = found
+    assert (anomaly.step, anomaly.level) == (50, Level.WARN)
+    assert "this run does not log train/loss_by/nowhere" in anomaly.message
+
+
 @pytest.mark.parametrize(
     ("rule", "hint"),
     [

@@ -17,6 +17,10 @@ from trainer.model.packed_lm import decoder_layers
 
 _WITHOUT_PAIRS = ("linear_attention", "mamba", "conv", "moe", "mlp")
 """Types of layers in which no token attends to single other tokens."""
+_UNCOUNTED = ("cpmant", "dbrx", "diffllama", "hrm_text", "xlstm")
+"""Model types whose cost does not follow from their weights: layers run several times (hrm_text),
+attention has two maps (diffllama), or experts are stored as flat matrices (dbrx).
+"""
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,13 @@ class StepFlops:
 
 
 def step_flops(model: PreTrainedModel) -> StepFlops | None:
-    """Return the cost of a step; None if the cost is unknown because the model has states
+    """Return the cost of a step; None if it is unknown, as for a model with states
     (three-dimensional parameters that are not experts).
     """
     shares = _met_shares(model)
-    return _flops(model) if all(p.ndim < 3 or p in shares for p in model.parameters()) else None
+    has_states = any(p.ndim > 2 and p not in shares for p in model.parameters())
+    is_unknown = has_states or model.config.get_text_config().model_type in _UNCOUNTED
+    return None if is_unknown else _flops(model)
 
 
 def length_costs(model: PreTrainedModel) -> tuple[float, dict[int, float]]:

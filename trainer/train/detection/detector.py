@@ -292,13 +292,23 @@ class _Rules(Remembered):
         self._rules = {rule.text: rule for rule in rules if rule.action != "skip"}
         self._num_in_a_row = dict.fromkeys(self._rules, 0)
         self._resting = dict.fromkeys(self._rules, 0)
+        self._num_absent = dict.fromkeys(self._rules, 0)
+        """Steps of this attempt before the first one that logs the metric of a rule."""
 
     def observe(self, step: int, values: Mapping[str, float]) -> Iterator[Anomaly]:
         """Yield an anomaly for each rule that acts after `step`.
 
-        The condition of a rule is not met at a step that did not log its metric.
+        The condition of a rule is not met at a step that did not log its metric. A rule whose
+        metric is still missing after `REST_STEPS` steps is reported once.
         """
         for text, rule in self._rules.items():
+            if rule.metric in values:
+                self._num_absent.pop(text, None)
+            elif text in self._num_absent:
+                self._num_absent[text] += 1
+                if self._num_absent[text] == REST_STEPS:
+                    message = f"rule '{text}' has no effect: this run does not log {rule.metric}"
+                    yield Anomaly(step, Level.WARN, message, step)
             value = values.get(rule.metric, nan)
             count = self._num_in_a_row[text] + 1 if rule.holds(value) else 0
             self._num_in_a_row[text] = count
