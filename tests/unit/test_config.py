@@ -120,8 +120,10 @@ def test_a_mistake_is_named_with_its_key(override):
 
 def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch):
     monkeypatch.setenv("HOME", "/h")
-    data = load_config(["data.cache_dir=~/a", "data.train_files=~/b"]).resolved["data"]
-    assert data["cache_dir"] + data["train_files"] == "/h/a/h/b"
+    words = ["data.cache_dir=~/a", "data.train_files=~/b", "model.new_tokens=['~']"]
+    found = load_config(words).resolved
+    assert found["data"]["cache_dir"] + found["data"]["train_files"] == "/h/a/h/b"
+    assert found["model"]["new_tokens"] == ["~"], "a token is no path"
 
 
 def source(name, files, **columns):

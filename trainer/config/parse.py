@@ -177,7 +177,8 @@ def _converted(
         if kind is bool:
             return BOOLEANS[str(value).lower()]
         if kind is str and is_scalar:
-            return os.path.expanduser(str(value))  # every path may begin with `~`
+            text = str(value)
+            return os.path.expanduser(text) if "/" in text else text  # a path may begin with `~`
         if kind in (int, float) and is_scalar:
             number = kind(value)
             if isinstance(value, str) or number == value:
