@@ -111,6 +111,8 @@ class PhaseClock:
             if self._trace is not None:
                 self._trace.span(mark.phase, before.at_s, took_s)
         self._marks = self._marks[-1:]
+        # The host waited for the device during its own `other`, but the phases of the device
+        # include that work. Therefore `other` is the rest of the wall time.
         claimed_s = sum(seconds.values()) - seconds["other"]
         seconds |= {"other": max(0.0, step_s - claimed_s), "step": step_s}
         return seconds

@@ -79,7 +79,12 @@ def _settle_debts(run: Run) -> int | None:
 
 
 def _end_step(run: Run, step: int, row: dict[str, float]) -> int | None:
-    """Validate and save if due. Return the exit code if the run ends after this step, or None."""
+    """Validate and save if due. Return the exit code if the run ends after this step, or None.
+
+    Validation comes first, so that the checkpoint contains its result, or that it is still due.
+    Saves and validations are collective. Their conditions are equal on all ranks: step numbers, and
+    flags that a reduction over ranks has set.
+    """
     is_last = step >= run.batches.last_step
     if is_last or is_due(run.test_freq, step):
         is_last |= validate(run, step)
@@ -131,6 +136,7 @@ def _roll_back(run: Run, onset: int, reason: str) -> bool:
         return False
     target, rollbacks = found
     before = run.guard.state_dict()
+    # first, because the loader's state in the checkpoint is only compared with its position
     run.batches.rewind(target.manifest.position, skipped_steps=rollbacks.skipped_steps)
     run.checkpoints.load(target)
     run.guard.after_rollback(before, rollbacks)

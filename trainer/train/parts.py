@@ -1,6 +1,9 @@
 """`Part`, the interface of objects that act in every step, and the built-in parts.
 
 To add a part, add it to `trainer.train.run.PARTS`.
+
+Shape suffixes: S supervised positions and D documents of a micro-batch, K additional terms of the
+loss, L layers with experts, E experts. A leading 2 stands for (summed loss, number of labels).
 """
 
 import math
@@ -53,8 +56,7 @@ class Part:
     """An object that acts in every step. A subclass overrides only the methods that it needs.
 
     The methods are listed in the order in which a step calls them. Each checkpoint saves the result
-    of `state_dict` under the part's name, and it is loaded when the run
-    resumes or rolls back.
+    of `state_dict` under the part's name, and it is loaded when the run resumes or rolls back.
     """
 
     is_sharded: ClassVar[bool] = False
@@ -71,7 +73,9 @@ class Part:
     ) -> Tensor | None:
         """Act between the forward and backward passes of a micro-batch.
 
-        If this returns a scalar, the scalar is added to the training loss.
+        If this returns a scalar, the scalar is added to the training loss. It must be the
+        micro-batch's share of a mean over the global batch, because gradients are summed over
+        micro-batches and ranks.
         """
         return None
 
@@ -239,6 +243,8 @@ class Norms(Part):
             return {}
         blocks = self._blocks.values()
         parameters = list(chain.from_iterable(blocks))
+        # The squared norm of all parameters, then of each block's gradient. Replicas hold equal
+        # shards, so the sum over ranks would count each of them several times.
         squares = torch.stack([square_sum(parameters), *map(local_square_sum, blocks)])
         return {"squares": squares / self._num_replicas}
 

@@ -173,6 +173,7 @@ class RateState:
         self._batches = batches
 
     def state_dict(self) -> StateDict:
+        # torch's schedulers call their step counter `last_epoch`
         return {**self._schedule.state_dict(), "last_epoch": self._batches.step}
 
     def load_state_dict(self, state_dict: StateDict) -> None:

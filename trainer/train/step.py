@@ -30,6 +30,8 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     lr = run.lr_schedule.apply(run.optimizer, step=batch.step, factor=run.guard.rollbacks.lr_factor)
     run.model.train()
     trained, losses = accumulate(run, batch)
+    # The last backward pass left the gradient summed over ranks in shards, so the squares of all
+    # shards add up to the global norm. Each shard exists once in every replica.
     sums: dict[str, Value] = {
         **losses,
         "grad_square_sum": local_square_sum(run.parameters) / run.world.num_replicas,
@@ -45,6 +47,7 @@ def training_step(run: Run, batch: StepBatch) -> StepResult:
     mean_loss = packet.sums["loss_sum"] / batch.num_loss_tokens
     grad_norm = packet.sums["grad_square_sum"].sqrt()
     is_skipped = is_left_out(mean_loss, grad_norm, run.guard.limits())
+    # `loss_sum` is always cross-entropy, which may be finite although the training loss is not
     is_skipped |= ~packet.sums[trained].isfinite()
     run.checkpoints.before_update()
     clipped_step(

@@ -56,6 +56,7 @@ class Validation:
         # ranks that share a document sum over its pieces
         if self._world.sequence_group is not None:
             dist.all_reduce(whole_2D, group=self._world.sequence_group)
+        # Summed over the ranks that share a document, `piece * whole` becomes `whole * whole`.
         whole_sums_D, whole_counts_D = whole_2D
         sums = [
             sums_D.sum(),
@@ -88,6 +89,7 @@ class Validation:
         num_loss_tokens, num_tokens, num_samples, num_batches = map(int, self._counts)
         loss_sum, squares, products, square_counts, num_hits, *by_source = map(float, self._totals)
         mean = loss_sum / num_loss_tokens
+        # sum (L_i - m n_i)**2, expanded because the mean m is known only at the end
         residual = max(0.0, squares - 2 * mean * products + mean**2 * square_counts)
         # an overflow becomes NaN: the square root of infinity is not a standard error
         stderr = math.sqrt(residual) if math.isfinite(residual) else math.nan

@@ -130,6 +130,13 @@ class _Spikes(Remembered):
         return self._loss.usual.is_known
 
     def limits(self) -> StepLimits:
+        """Return the limits for the next step, which is severe in any of three cases.
+
+        1. Loss and gradient norm are both high.
+        2. The gradient norm is extreme, regardless of the loss.
+        3. The loss is high, and the gradient norm was high in one of the two steps before. Or the
+           loss deserves a warning, as it did in at least two of the four steps before.
+        """
         grad = self._grad_norm.usual
         loss_severe = self._high_loss(LOSS_SEVERE_RATIO)
         earlier = list(self._earlier)
@@ -211,6 +218,7 @@ class _Divergence(Remembered):
         recent = median(losses[-NUM_RECENT:])
         self._best = level if is_first else min(self._best, level)
         is_above = recent > self._best + max((MIN_RATIO - 1) * self._best, MIN_LOSS_RISE)
+        # An episode begins or ends only after enough consecutive steps that contradict its state.
         if is_above == self._is_diverging:
             self._num_in_a_row = 0
             return None

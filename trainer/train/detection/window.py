@@ -46,7 +46,8 @@ def spread(deviations: ArrayLike) -> Any:
 def noise(values: ArrayLike) -> float:
     """Return the standard deviation of a curve's noise; 0 for fewer than three values.
 
-    It is estimated from the second differences, which are close to zero for a smooth curve.
+    It is estimated from the second differences, which are close to zero for a smooth curve. For
+    independent noise e of variance s^2, e[i] - 2 e[i+1] + e[i+2] has the variance (1 + 4 + 1) s^2.
     """
     bends = np.diff(np.asarray(values, dtype=np.float64), n=2)
     return float(spread(bends)) / 6**0.5 if len(bends) else 0.0
@@ -158,6 +159,8 @@ class RobustWindow:
         newest = _measured(sorted(logs[-NUM_NEWEST:]), self._least_scale)
         if usual.centre + usual.scale < newest.centre + 2 * newest.scale:
             return usual
+        # The values up to the last one above the bar are the start of a run if most of them are
+        # above it, and if enough values follow.
         bar = newest.centre + START_Z * newest.scale
         high = [index for index, value in enumerate(logs) if value > bar]
         start = high[-1] + 1 if high else 0

@@ -45,7 +45,13 @@ class RunResources:
     exit_code: int = EXIT_CRASH
 
     def give_back(self) -> None:
-        """Close all parts. The lock comes last: an empty lock file means that everything has been written."""
+        """Close all parts. The lock comes last: an empty lock file means that everything has been
+        written.
+
+        A background save gets a moment to finish before the logs end. The report reads the
+        complete logs. `finished.json` follows the report, so that the next start repeats an end
+        that was killed.
+        """
         is_main = self.setup.world.is_main
         lock = self.setup.start.lock
         try:

@@ -1,7 +1,7 @@
 """Build a run from its configuration: prepare its inputs, start its ranks, decide where training
 starts, and build its parts.
 
-Only this module names the class that implements each part.
+Only this module and `monitoring` name the classes that implement the parts.
 """
 
 import hashlib
@@ -59,7 +59,14 @@ ADAPTER_LR = 1e-4
 
 
 def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
-    """Build a run from its configuration, and train. Return the exit code."""
+    """Build a run from its configuration, and train. Return the exit code.
+
+    1. Reject settings that cannot work, and read the inputs. No process group exists yet, so slow
+       work cannot exceed the time limit of a collective.
+    2. Connect the ranks, which compare digests of their inputs.
+    3. Choose a checkpoint and verify it. A run that is not complete first takes its lock.
+    4. Build and train, unless the run is complete.
+    """
     trainer = config.trainer
     model = config.model
     device = distributed.pick_device(trainer.device)
@@ -81,6 +88,7 @@ def run(config: Config, stop: StopRequest, heartbeat: Heartbeat) -> int:
     )
     # Before the first step, a rank may have to wait for a save and for other ranks.
     heartbeat.enter("load", limit_s=trainer.dist_timeout_s + SAVE_TIMEOUT_S)
+    # `decide_start` chooses again under the lock. This choice shows whether the run is complete.
     selection = choose(trainer, world)
     total_steps = inputs.total_steps_from(position_of(selection.chosen))
     fingerprints = _fingerprints(inputs)

@@ -52,7 +52,7 @@ def environment(world: World) -> dict[str, str]:
 
 
 def make_meter(setup: RunSetup, model: PreTrainedModel, tracking: Tracking | None) -> Meter:
-    """Return the meter of the run. `data_facts` appear in each of its rows."""
+    """Return the meter of the run. `data_facts` appear in its first row, then every 50 steps."""
     trainer = setup.config.trainer
     inputs = setup.inputs
     world = setup.world
