@@ -121,7 +121,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens without padding."""
+        """Number of tokens without padding. The padding document follows those in `sample_ids`."""
         return max(
             0, min(len(self.input_ids_T), sum(self.seqlens[: len(self.sample_ids)]) - self.start)
         )
@@ -174,6 +174,7 @@ def document_sums(batch: PackedBatch, losses_S: Tensor) -> tuple[Tensor, Tensor]
     """Return (summed loss, number of supervised positions) of each document in a micro-batch or
     share, float64 [D].
     """
+    # position p is in document d if bounds[d] <= p < bounds[d + 1]
     document_S = torch.bucketize(
         batch.supervised_S + batch.start, batch.cu_seqlens_D1[1:].long(), right=True
     )

@@ -63,6 +63,11 @@ def permuted(places: np.ndarray, size: int, key: int) -> np.ndarray:
 def _enciphered(
     values: np.ndarray, sizes: tuple[np.uint64, np.uint64], keys: np.ndarray
 ) -> np.ndarray:
+    """Apply the network once. `sizes`: the number of values of the first and the second half.
+
+    Each round adds a keyed hash of one half to the other half, modulo its size. Subtracting the
+    same hash undoes a round, so all rounds together permute the pairs.
+    """
     halves = list(np.divmod(values, sizes[1]))
     for number, key in enumerate(keys):
         changed = number % 2
@@ -97,6 +102,8 @@ def rows_at(
     sources = np.searchsorted(bounds, slots, side="right") - 1
     rows = slots - bounds[sources]
     for number, share in enumerate(shares):
+        # A slot below `times * num_rows` belongs to a whole pass over the source. The other
+        # `num_more` slots are turns in its fixed permutation, which the next epoch continues.
         times, num_more = divmod(share.num_samples, share.num_rows)
         own = np.flatnonzero(sources == number)
         once_more = own[rows[own] >= times * share.num_rows]
@@ -256,6 +263,8 @@ class RankPlan:
         costs = lengths + self.quadratic_cost * lengths.astype(np.float64) ** 2
         for window, cost in self.window_costs.items():
             costs += cost * squared_length(lengths, window)
+        # Begin with the fewest micro-batches that the limits allow, in a multiple of the ranks.
+        # Use more while the packing by `_fill` fails.
         least = max(lengths.sum() / max_tokens, len(lengths) / max_samples, 1)
         num_bins = math.ceil(math.ceil(least) / self.num_data_ranks) * self.num_data_ranks
         while (filled := _fill(lengths, costs, num_bins, max_tokens, max_samples)) is None:

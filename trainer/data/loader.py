@@ -162,6 +162,8 @@ class TrainLoader:
             for step in range(self.step + 1, self.last_step + 1)
             if step not in self._skipped_steps
         ]
+        # The sampler yields step numbers as indices. An item is the whole batch of a step, so the
+        # loader itself must not batch.
         self._loader = StatefulDataLoader(
             _StepDataset(self._samples, self.plan, self.schedule),
             sampler=steps,

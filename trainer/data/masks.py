@@ -1,4 +1,16 @@
-"""Divides a conversation into samples, and marks the characters that the assistant generates."""
+"""Divides a conversation into samples, and marks the characters that the assistant generates.
+
+The span of a turn in a rendering is found in one of two ways:
+
+1. If the template has `{% generation %}` tags, transformers reports the spans inside them.
+2. Otherwise the messages before the turn are rendered with the generation prompt. The turn begins
+   where this text ends. It ends with the end token of the rendering that includes the turn.
+
+Some templates render a turn differently once other messages follow, for example without its
+reasoning. The full rendering then does not show the turn as a model writes it on a server.
+Therefore `Renderings.divide` compares the full rendering (`_together`) with the renderings that a
+server would make (`_served`).
+"""
 
 import json
 from collections.abc import Iterator
@@ -12,6 +24,7 @@ from trainer.data.template import ChatTemplate, Tools, with_function
 from trainer.data.tokens import MarkedText, Span
 
 MARK = "zq0qz"
+"""An unlikely text. It is put into a message, to find the end of the message in a rendering."""
 FIX = "use a template with generation tags (data.chat_template)"
 NEVER_ENDS = (
     "chat template: an assistant turn does not end with a special token, so the model would not "

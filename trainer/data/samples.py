@@ -127,6 +127,8 @@ def _samples_of(rows: np.ndarray, bounds: np.ndarray | None) -> np.ndarray:
         return rows
     counts = bounds[rows + 1] - bounds[rows]
     ends = np.cumsum(counts)
+    # Element p of the result belongs to a row whose first element is ends - counts, and whose first
+    # sample is bounds[row]. So it is sample bounds[row] + p - (ends - counts).
     return np.arange(counts.sum()) + np.repeat(bounds[rows] - ends + counts, counts)
 
 

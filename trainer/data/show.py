@@ -172,6 +172,7 @@ def share_in_train(validation: Samples, train: Samples) -> float:
     candidates = np.flatnonzero(
         np.isin(_sizes(train, np.arange(len(train))), _sizes(validation, ids))
     )
+    # only every `stride`-th candidate is hashed, so each match stands for `stride` matches
     stride = 1 + len(candidates) // MAX_CANDIDATES
     known = {_digest(train, number) for number in candidates[::stride].tolist()}
     num_found = sum(_digest(validation, number) in known for number in ids.tolist())

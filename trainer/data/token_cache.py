@@ -1,7 +1,14 @@
 """Prepares tokens and loss masks once, and stores them under a hash of everything they depend on.
 
 A directory `<cache_dir>/tokens/<hash>/` is complete, because it is renamed only when it is finished
-and synced. The memory used does not grow with the number of rows.
+and synced. The memory used does not grow with the number of rows. The protocol:
+
+1. Hash the data files. Their hashes, the options, the tokenizer and the code name the directory.
+2. If the directory exists and matches its checksums, use it.
+3. Otherwise lock `<hash>.lock`, and look again: another process may have prepared it meanwhile.
+4. Prepare the rows in `<hash>.tmp-<nonce>/`.
+5. Hash the data files again, because a change would have mixed old and new rows.
+6. Write the checksums, sync everything, and rename. A damaged directory is moved away first.
 """
 
 import dataclasses
