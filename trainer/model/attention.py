@@ -183,6 +183,8 @@ def _varlen(
 
     size = _kernel_head_size(query, value)
     window = scoring.sliding_window
+    # `window_size` counts the tokens to the left and right of a query, without the query itself.
+    # (-1, 0) is causal attention without a window.
     query_TNK, key_TNK, value_TNK = (
         _widened(x[0].transpose(0, 1), size).contiguous() for x in (query, key, value)
     )

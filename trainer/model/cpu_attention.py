@@ -207,6 +207,7 @@ def _mask(
 
 def _scaled_bmm(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Return scale * left @ right, scaled before it is rounded."""
+    # with beta = 0, the first argument is ignored, even if it is NaN
     return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
 
 
@@ -253,6 +254,7 @@ class _GroupedAttention(torch.autograd.Function):
         heads_per_key = query_PGK.shape[1]
         sinks_MG = None if sinks is None else sinks.detach().view(-1, heads_per_key)
         output_PGK = query_PGK.new_empty(*query_PGK.shape[:2], value.shape[-1])
+        # of each block in order: the probabilities of short documents, and the noise of dropout
         kept: list[Tensor] = []
         for queries, keys, values, output in groups.split(
             query_PGK, key_P1K, value_P1K, output_PGK
@@ -284,6 +286,7 @@ class _GroupedAttention(torch.autograd.Function):
         scoring = ctx.scoring
         query_PGK, key_P1K, value_P1K, sinks_MG, *kept = ctx.saved_tensors
         heads_per_key = query_PGK.shape[1]
+        # padded queries get a gradient of zero, so they add nothing to those of keys and values
         rows = _rows(grad_output, groups)
         grad_output_PGK = torch.cat([rows, torch.zeros_like(rows[:1])])[groups.rows_or_zero]
         grad_query_PGK = torch.empty_like(query_PGK)

@@ -117,6 +117,7 @@ def _product(
     adapter = experts.adapters[name]
     down = adapter.lora_A[NAME].weight
     up = adapter.lora_B[NAME].weight
+    # peft stores A as [E * R, I] and B as [O, R * E]: the experts vary slowest in A, fastest in B
     down_ERI = down.view(experts.num_experts, -1, down.shape[1])
     up_EOR = up.view(up.shape[0], -1, experts.num_experts).permute(2, 0, 1).contiguous()
     padding = -down_ERI.shape[1] % _RANK_MULTIPLE

@@ -1,8 +1,8 @@
 """Expert parallelism: each rank holds whole experts, and tokens are sent to the experts chosen for
 them.
 
-Together, the ranks of a group hold all experts. Expert parameters stay `Shard(0)` over the whole
-mesh, as FSDP would shard them, so checkpoints, optimizers and exports do not depend on the group
+Together, the ranks of a group hold all experts. Expert parameters stay `Shard(0)` over all shards
+of the mesh, as with FSDP, so checkpoints, optimizers and exports do not depend on the group
 size. With F shards and groups of G ranks, a rank computes E / G experts, which it gathers from F /
 G neighbours. If G equals F, nothing is gathered.
 
@@ -49,11 +49,13 @@ class ExpertExchange:
         rows, the index of each row's expert among this rank's experts, and the number of rows sent to
         and received from each rank.
         """
+        # Each rank holds consecutive experts, so `tokens_E` has one chunk for each rank. `counts`
+        # holds the rows for this rank's experts, one chunk for each rank that sends them.
         counts = torch.empty_like(tokens_E)
         dist.all_to_all_single(counts, tokens_E, group=self.group)
         num_sent, num_received = torch.stack(
             [each.view(self.size, -1).sum(1) for each in (tokens_E, counts)]
-        ).tolist()
+        ).tolist()  # waits for the device: the exchange needs the sizes on the host
         rows_RH = self.exchange(rows_SH, num_received, num_sent)
         num_own = len(tokens_E) // self.size
         own_ids = torch.arange(num_own, device=counts.device).repeat(self.size)
@@ -76,12 +78,17 @@ class ExpertExchange:
     def gather_all(self, parameter: nn.Parameter) -> Tensor:
         """Return all experts on every rank. Collective."""
         assert isinstance(parameter, DTensor)
+        # each rank's gradient is a part of the sum, which is then reduced to the shards
         partial = [Partial()] * parameter.device_mesh.ndim
         return parameter.full_tensor(grad_placements=partial).to(self.dtype)
 
 
 class _Gather(torch.autograd.Function):
-    """Gather the neighbours' shards; sum the gradient in float32, as FSDP does."""
+    """Gather the neighbours' shards; sum the gradient in float32, as FSDP does.
+
+    Ranks along "expert" hold different experts, and the exchange has already brought them all
+    tokens of their group. So the gradient is summed only along "expert_shard" and "replica".
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, exchange: ExpertExchange) -> Tensor:

@@ -66,15 +66,18 @@ def _exchanged_grouped_mm(
     this rank, which applies them to the results that come back.
     """
     order_S = index_TK.flatten().argsort(stable=True)  # by expert, and thus by its rank
+    # entry s of the flattened [T, K] belongs to token s // K
     rows_RH, expert_ids_R, num_sent, num_received = exchange.send(
         hidden_TH[order_S // index_TK.shape[1]], experts.tokens_E
     )
     own = _with_parameters(experts, exchange.gather)
     own.num_experts = experts.num_experts // exchange.size
     ones_R1 = rows_RH.new_ones(len(rows_RH), 1)
+    # to transformers, each row is a token with a single expert of weight 1
     made_RH = grouped_mm_experts_forward(own, rows_RH, expert_ids_R[:, None], ones_R1)
     # back to the ranks of their tokens, in the order of `send`
     made_SH = exchange.exchange(made_RH, num_sent, num_received)
+    # `argsort` of a permutation is its inverse, which restores the order of [T, K]
     made_TKH = made_SH[order_S.argsort()].view(*index_TK.shape, hidden_TH.shape[1])
     return (made_TKH * weights_TK[..., None]).sum(1).to(hidden_TH.dtype)
 

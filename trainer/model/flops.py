@@ -142,6 +142,8 @@ def _per_use(parameter: nn.Parameter, is_reached: bool) -> int:
 def _first_reached_layer(model: PreTrainedModel) -> int:
     """Return the number of the first layer that a gradient passes through."""
     lookup: Any = model.get_input_embeddings()
+    # Part 0 is the embeddings, and part n + 1 is layer n. A gradient passes through the first
+    # trained part and all parts after it.
     parts = [[lookup.weight], *(layer.parameters() for layer in decoder_layers(model))]
     trained = [
         n for n, part in enumerate(parts) if any(parameter.requires_grad for parameter in part)

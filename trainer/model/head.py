@@ -73,6 +73,7 @@ def _sizes(vocabulary: int, dtype: torch.dtype) -> tuple[int, int]:
     many micro-batch sizes.
     """
     num_fitting = LOGITS_BYTES // (vocabulary * dtype.itemsize)
+    # the largest power of two up to `num_fitting`
     block_size = min(BLOCK_TOKENS, 1 << num_fitting.bit_length() >> 1)
     return block_size, max(1, block_size // CHUNKS)
 
@@ -108,7 +109,10 @@ def _chunked(
 ) -> LossOutput:
     """Compute the loss chunk by chunk, and its gradients block by block.
 
-    The weight's gradient is summed in float32.
+    The gradients are computed here, in the forward pass, while the logits exist. The backward pass
+    only scales them (`_WithGradients`). With logits Z = X W^T + b of a block and the gradient G of
+    the loss with respect to Z: dX = G W, dW = G^T X and db = sum over positions of G. The weight's
+    gradient is summed in float32.
     """
     grad_hidden_SH = torch.empty_like(hidden_SH)
     grad_weight_VH, grad_bias_V = (

@@ -68,7 +68,10 @@ class HeadExchange:
         return self._lengths[self._rank]
 
     def gathered(self, own: Tensor) -> Tensor:
-        """Exchange [1, own T, ...] for [1, T, ...]. The gradient is the sum of all ranks'."""
+        """Exchange [1, own T, ...] for [1, T, ...]. The gradient is the sum of all ranks'.
+
+        Every rank sends its part to every rank, because the parts may differ in length.
+        """
         sent = own.repeat(self._size, *[1] * (own.ndim - 1)).flatten(0, 1)
         return self._exchanged(sent, self._lengths, [self.num_own] * self._size)[None]
 
@@ -77,11 +80,18 @@ class HeadExchange:
         return rows.split(self._lengths, dim=1)[self._rank]
 
     def _repeated(self, key: Tensor) -> Tensor:
-        """Repeat key heads until every rank has one. Neighbouring query heads share a key head."""
+        """Repeat key heads until every rank has one. Neighbouring query heads share a key head.
+
+        M key heads become lcm(M, ranks), the smallest number that the ranks can divide evenly.
+        """
         return key.repeat_interleave(self._size // gcd(self._size, key.shape[1]), dim=1)
 
     def _to_heads(self, heads: Tensor) -> Tensor:
-        """Exchange [1, N, own T, K] for [1, own N, T, K]."""
+        """Exchange [1, N, own T, K] for [1, own N, T, K].
+
+        The rows that are sent have the shape [ranks * own T, N / ranks, K]: for each rank, all own
+        positions of that rank's heads. The received rows are the positions of all ranks in order.
+        """
         length, head_size = heads.shape[2:]
         sent = (
             heads[0]

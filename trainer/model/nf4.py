@@ -31,6 +31,7 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
+"""An exact zero is one of the levels, so there are 7 negative and 8 positive ones."""
 
 
 class Nf4Linear(nn.Linear):
@@ -103,6 +104,7 @@ def quantized(weight_OI: Tensor) -> Tensor:
     scales_ON = blocks_ONB.abs().amax(2)
     shares_ONB = blocks_ONB / scales_ON[..., None].clamp(min=torch.finfo(torch.float32).tiny)
     levels = torch.tensor(LEVELS)
+    # midpoints between levels: the place among them is the index of the nearest level
     bounds = (levels[1:] + levels[:-1]) / 2
     picks_OI = torch.bucketize(shares_ONB, bounds).flatten(1).to(torch.uint8)
     pairs = picks_OI[:, 0::2] << 4 | picks_OI[:, 1::2]
@@ -111,6 +113,7 @@ def quantized(weight_OI: Tensor) -> Tensor:
 
 def dequantized(stored: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight, computed in float32 and rounded once."""
+    # a row of I weights has I / 2 bytes of pairs and I / 16 bytes of scales
     num_pairs = stored.shape[1] * 8 // 9
     pairs = stored[:, :num_pairs]
     scales = stored[:, num_pairs:].contiguous().view(torch.float32)

@@ -196,6 +196,8 @@ def _is_head_all(model: PreTrainedModel) -> bool:
     This runs the architecture's own forward once, with stand-ins for the base model and the head.
     """
     head: Any = model.get_output_embeddings()
+    # With the stand-in for the head, all logits of a position equal its first hidden value. This is
+    # -9 for the first position, which a scale or a soft cap changes.
     hidden_1TH = torch.linspace(-9.0, 9.0, 2 * head.in_features).view(1, 2, -1)
     parts = [part for part in model.base_model.modules() if isinstance(part, PreTrainedModel)]
     try:

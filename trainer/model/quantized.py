@@ -4,6 +4,10 @@ A weight is stored as codes (float8, or two 4-bit floats per byte) and scales, o
 rows and columns. Readers of these tensors ask for slices in bfloat16, and only the codes of those
 slices are read.
 
+With blocks of P rows and Q columns, weight[r, c] = code[r, c] * scale[r // P, c // Q]. This also
+holds for scales called `weight_scale_inv`. In gpt-oss checkpoints (MXFP4), `_blocks` has the shape
+[experts, rows, groups, 16]. Each group is 32 columns in 16 bytes, and its scale is a power of two.
+
 Shape suffixes: R rows and C columns of a weight.
 """
 
@@ -26,6 +30,7 @@ QUANTIZATION_CONFIG = "quantization_config"
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _FOUR_BITS = ("I8", "U8")
 _FOUR_BIT_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of a 4-bit float without its sign: 2 bits of exponent and 1 of mantissa (E2M1)."""
 _MXFP4_BLOCKS = "_blocks"
 _MXFP4_COLUMNS = 32
 """Columns of a block in gpt-oss checkpoints, which store each weight transposed."""
@@ -208,6 +213,7 @@ def _scales(stored: StoredTensor, picked: list[slice]) -> Tensor:
 
 def _unpacked(codes_RC: Tensor) -> Tensor:
     """Return the two 4-bit floats (E2M1) of each byte in float32, the lower bits first."""
+    # the highest of the four bits is the sign, so codes 8 to 15 are negative
     values = torch.tensor([*_FOUR_BIT_VALUES, *(-value for value in _FOUR_BIT_VALUES)])
     bytes_RC = codes_RC.view(torch.uint8)
     pairs_RC2 = torch.stack([bytes_RC & 15, bytes_RC >> 4], dim=-1)

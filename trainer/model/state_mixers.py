@@ -122,6 +122,7 @@ def _takes_cache(module: nn.Module) -> bool:
 
 
 def _attends(module: nn.Module) -> bool:
+    """Return True if a module calls attention through `AttentionInterface`."""
     return "ALL_ATTENTION_FUNCTIONS" in _code(module).co_names
 
 
@@ -157,6 +158,11 @@ def _replaceable(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def _is_reference(function: Callable[..., Any]) -> bool:
+    """Return True if a function runs transformers' own reference.
+
+    Its wrapper then raises `ValueError` for `seq_idx` before it calls anything. A kernel is called,
+    and raises a different error, because its other arguments are missing.
+    """
     try:
         function(seq_idx=True)
     except ValueError:
@@ -220,6 +226,10 @@ def _forward(
     **kwargs: Any,
 ) -> Any:
     """Run documents of similar length as one batch, padded at their ends.
+
+    1. Split every argument that has a row for each token by document.
+    2. Pad the documents of a group to [D, L, ...], and call the module on them.
+    3. Cut the outputs to the documents' lengths, and join them in their original order.
 
     State is only carried forward, so padding affects no token. If the module takes masks or biases,
     or has packed attention inside, documents run one by one. An output without a row for each token

@@ -230,6 +230,11 @@ def match(
 
     `text` (the language model) and `whole` are on the meta device. `whole` is None unless the files
     hold several parts.
+
+    1. Rename each stored name as transformers' loader does. Stored names with an equal target are
+       the sources of one conversion, such as the experts of a stacked weight.
+    2. If a converter made a target, its other target patterns name the other results.
+    3. Translate the targets, which are names in the whole model, to names in the language model.
     """
     model = whole or text
     conversions = get_model_conversion_mapping(model)
