@@ -36,6 +36,10 @@ def store(
 def rounded(values: Tensor, key: int, first: int) -> Tensor:
     """Round flat float32 values to bfloat16. The probability of rounding up is the fraction of a
     unit that is cut off.
+
+    A bfloat16 is the upper half of a float32. Adding a uniform 16-bit number to the lower half
+    carries into the upper half with the probability lower half / 2^16. Then the lower half is
+    cleared. The sign is a separate bit, so "up" means away from zero.
     """
     noise = _hash(len(values), key, first, values.device).bitwise_and_(2**_NOISE_BITS - 1)
     bits = noise.add_(values.view(torch.int32)).bitwise_and_(-(2**_NOISE_BITS))

@@ -71,6 +71,11 @@ class LrSchedule:
         )
 
     def lr_at(self, step: int) -> float:
+        """Return the rate of a step, counted from 1, without the scale of a parameter group.
+
+        It rises linearly to the peak at step `warmup_steps`. The first step after the warm-up has
+        the peak rate too.
+        """
         if step <= self.warmup_steps:
             return self.peak_lr * step / self.warmup_steps
         # 0 at the first step after warm-up, 1 one step after the last
