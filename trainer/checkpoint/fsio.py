@@ -1,4 +1,4 @@
-"""All file operations of a save. No other module of this package touches files directly.
+"""All file operations of a save. No other module of this package writes files of a checkpoint.
 
 Each operation is announced to an observer before it happens. With the observer, tests record
 operations, enumerate the states that a crash can leave, and kill or delay the process or inject an

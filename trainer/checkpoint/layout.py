@@ -2,6 +2,15 @@
 
 A single rename (`commit`) creates a checkpoint, and `publish` points to it for the next resume.
 Nothing is cached: all functions read the disk. Clocks and modification times are never used.
+
+The names of a checkpoint of step N:
+
+    .staging_global_step_N.<nonce>   while it is written
+    global_step_N                    committed; it gets a file `.published` with the pointer
+    .discarded_global_step_N.<k>     set aside although it is intact, as after a rollback
+    .corrupt_global_step_N.<k>       set aside because it is damaged
+    .trash_<name>.<nonce>            while it is deleted
+    .reading_global_step_N.<nonce>   hard links of a process that reads it
 """
 
 import logging

@@ -130,6 +130,7 @@ class RunLock:
         if not is_locked:
             self._accept_no_locks()
         self._write_record()
+        # since it was opened, the file may have been replaced, or taken over without a lock
         return self.is_held()
 
     def _accept_no_locks(self) -> None:

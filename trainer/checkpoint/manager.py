@@ -1,6 +1,8 @@
 """Saves and loads the state of a run.
 
-This module decides when to try a save, in which thread, and what to do after a failure.
+This module decides when to try a save, in which thread, and what to do after a failure. Only the
+write of a snapshot may run in a background thread: it uses its own process group. The collectives
+of the default group run in the training thread, so that all ranks call them in the same order.
 """
 
 import logging
@@ -137,6 +139,7 @@ class CheckpointManager:
             self.finish()
         if self._num_failed_in_a_row == 0:
             return self._pending is None and self._requests.is_due()
+        # after the last failure there is no pause: `save` is called at once, and ends the run
         pauses_s = (*RETRY_AFTER_S, 0.0)
         pause_s = pauses_s[min(self._num_failed_in_a_row, len(pauses_s)) - 1]
         return time.monotonic() - self._failed_at >= pause_s
@@ -317,7 +320,9 @@ class CheckpointManager:
         self._on_main(point_and_delete)
 
     def close(self) -> None:
-        """Wait briefly for a background save. After this, no save can commit."""
+        """Wait briefly for a background save. Once the run's lock is released, a slower save
+        fails.
+        """
         if self._pending is not None:
             wait([self._pending[1]], CLOSE_TIMEOUT_S)
 

@@ -1,6 +1,18 @@
 """One save, from a snapshot to a committed checkpoint: the protocol between ranks, phase by phase.
 
 A crash at any point leaves the older checkpoints unchanged, and the new one complete or absent.
+After each phase, every rank reports a value or an error, and waits for the reports of all ranks:
+
+1. `open`: the main rank checks the lock and the free space, and creates the staging directory.
+2. `shards`: each rank writes its state. The main rank adds `data.pt`.
+3. `export`: each rank writes its share of `huggingface/`, made from the shards of all ranks.
+4. `ready`: no rank does anything. If it succeeds, all ranks know that all files are written.
+5. `commit`: the main rank waits until it sees all files, writes the manifest, syncs everything,
+   checks deadline and lock, and renames. Then it moves the pointer and deletes old checkpoints.
+
+An error fails the save on all ranks. If a rank does not answer before `ready`, nothing has been
+committed. In `commit`, and in `ready` on all but the main rank, a rank without an answer cannot
+know the outcome. The run then ends (`UnresolvedSaveError`), and the next start looks at the disk.
 """
 
 import json

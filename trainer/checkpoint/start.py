@@ -94,7 +94,14 @@ def _begin(
     world: World,
     lock: RunLock,
 ) -> Start:
-    """Take the lock on the main rank, then decide where to begin."""
+    """Take the lock on the main rank, then decide where to begin.
+
+    1. Create and lock the run directory, remove leftovers, and complete an interrupted rollback.
+    2. Check that all ranks see the files of the main rank.
+    3. Choose a checkpoint by names and sizes. Verify the candidates until one is undamaged.
+    4. Compare its fingerprints with those of this run.
+    5. Read the rollbacks that precede it. Their skipped steps must still train the same batches.
+    """
     run_dir = Path(config.default_local_dir)
 
     def take_run_dir() -> None:
