@@ -98,6 +98,14 @@ class ContinuedBackend(Backend):
         raise NotImplementedError
 
     def open(self) -> None:
+        """Connect, and send the rows of earlier attempts that the tracker lacks.
+
+        1. Read the last step that the tracker certainly has. A new or emptied run has none.
+        2. If the tracker can, remove the rows after that step or after the step from which this
+           attempt continues, whichever is earlier.
+        3. Send the rows of earlier attempts that are missing now.
+        4. Note the rows that the tracker keeps although this attempt repeats their steps.
+        """
         run_id, sent = self.info.run_file.tracker(self.name)
         self._run_id = self.connect(run_id)
         if self._is_empty and sent > NOTHING_SENT:
@@ -129,6 +137,7 @@ class ContinuedBackend(Backend):
         self._newest = max(self._newest, row.step)
         if time.monotonic() - self._recorded_s >= RECORD_INTERVAL_S:
             self._record(self._handed_over)
+            # the newest step is not complete yet: the row of its validation may follow
             self._handed_over = max(self._handed_over, self._newest - 1)
 
     def rewind(self, step: int) -> None:
