@@ -198,6 +198,7 @@ def _await_first_machine(config: Config, layout: NodeLayout) -> int | None:
 
 
 def _listens(layout: NodeLayout) -> bool:
+    """Return True if the first machine's agent accepts connections. It starts after the restore."""
     address = layout.master_addr, layout.master_port
     with suppress(OSError), socket.create_connection(address, timeout=PEERS_POLL_S):
         return True

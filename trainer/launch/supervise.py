@@ -4,7 +4,14 @@ the run's exit code.
 There are three generations of processes: the launcher, torchrun's agent in its own session, and the
 ranks. Each dies with its parent, so killing the launcher leaves nothing behind. torchrun reports
 every failure as exit code 1 and kills ranks 30 s after a signal. Therefore the ranks write their
-pid and exit code into the launcher's status, and the launcher signals them directly.
+pid and exit code into the launcher's status, and the launcher signals them directly. A stop request
+takes this way:
+
+1. The launcher keeps stop signals blocked, receives them here, and sends them to the ranks' pids.
+2. A rank that trains remembers the request. The next reduction of a step tells all ranks, which
+   save at the end of that step.
+3. Each rank reports exit code 75 in the status and exits with 0, so that torchrun sees no failure.
+4. The agent ends with 0, and the launcher returns the reported code.
 """
 
 import functools
