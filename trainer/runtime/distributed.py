@@ -213,7 +213,9 @@ def make_world(
     num_shards = dimensions["fsdp"]
     expert_mesh = None
     if expert_size > 1:
-        # a rank's own shards of the experts are among those it gathers
+        # A rank's own shards of the experts are among those it gathers: with 4 shards and groups of
+        # 2, ranks 0 and 1 gather the first half of the experts, and ranks 2 and 3 the second half.
+        # Tokens are exchanged between ranks 0 and 2, and between ranks 1 and 3.
         sizes = num_ranks // num_shards, expert_size, num_shards // expert_size
         names = "replica", "expert", "expert_shard"
         expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
