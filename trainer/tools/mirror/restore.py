@@ -144,7 +144,11 @@ def _restore(trainer: TrainerConfig, storage: Storage, held: MirrorState) -> Man
 
 
 def _take(run_dir: Path, storage: Storage, manifest: Manifest) -> None:
-    """Download a checkpoint and commit it like a save. Raises `_DamagedError`."""
+    """Download a checkpoint and commit it like a save. Raises `_DamagedError`.
+
+    Files are hashed as they arrive. Logs are restored before the commit, because a run directory
+    with a checkpoint is never restored again. The manifest is written last, as in a save.
+    """
     started = time.monotonic()
     place = layout.step_dir_name(manifest.step)
     logger.info("downloading %s (%s) from %s", place, readable(manifest.size_bytes), storage.url)

@@ -1,6 +1,14 @@
 """Updates a mirror to the contents of a run directory.
 
-An upload may stop at any point without harm; the next one starts over.
+An upload may stop at any point without harm. The same process then continues with the files that it
+has not sent yet; another process starts over. `Uploader.sync` does the following:
+
+1. Lock out other uploaders of the run directory. Check that the mirror belongs to this run, and
+   that no other process has begun to upload to it.
+2. Replace the logs of a checkpoint in the mirror, if there are new results.
+3. Upload the missing checkpoints, the pointer's first. The mirror's pointer moves before its files
+   are sent. Once the mirror lists logs and files with the right sizes, the manifest commits them.
+4. Once the mirror lists the pointer's checkpoint as complete, remove old checkpoints.
 """
 
 import os

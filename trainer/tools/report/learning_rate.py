@@ -47,6 +47,7 @@ def raised_rates(series: Series) -> tuple[RaisedRate, ...]:
         if start < free:
             continue
         level = float(values[start - 1])
+        # the stretch ends below the geometric mean of the rates before and after the jump
         below = np.flatnonzero(values[start:] < np.sqrt(level * values[start]))
         stop = start + int(below[0]) if len(below) else len(values)
         falls_back = stop < len(values) and values[stop - 1] > JUMP * values[stop]

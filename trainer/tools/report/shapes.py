@@ -196,6 +196,13 @@ def onset(
 def _fit(points: Floats, *, is_level: bool) -> tuple[float, int]:
     """Return the misfit and the index of the step or bend that fits best. The misfit is the sum of
     the squared residuals, divided by the variance of the noise.
+
+    For each index, the least-squares line (with `is_level`, the mean) gets one more regressor u: a
+    step or a ramp that begins there. If P projects onto the line, Q = 1 - P, and r are the
+    residuals of the line, then u explains (u . r)^2 / |Q u|^2 of the squared residuals, where
+    |Q u|^2 = |u|^2 - |P u|^2. The product of a step with a vector is the sum of the vector's tail.
+    A ramp is the sum of all steps from its index on. So one pass of tail sums computes the products
+    of all steps, and a second pass those of all ramps.
     """
     size = len(points)
     if size < 6:

@@ -81,7 +81,9 @@ class Slope(NamedTuple):
 def slope(series: Series) -> Slope:
     """Fit a trend with the Theil-Sen estimator and test it with the Mann-Kendall test.
 
-    A long series is binned first.
+    The slope is the median of the slopes between all pairs of points. The score for the test is the
+    number of pairs that rise minus the number of pairs that fall. Outliers barely affect either. A
+    long series is binned first.
     """
     points = bins(finite(series))
     if len(points) < 2:
@@ -105,7 +107,11 @@ def is_falling(series: Series) -> bool:
 
 
 def _mann_kendall(values: Floats, score: float) -> float:
-    """Return the p-value of a Mann-Kendall score, corrected for ties."""
+    """Return the two-sided p-value of a Mann-Kendall score, corrected for ties.
+
+    Without a trend, the score is nearly normal with mean 0 and the variance below. Without ties it
+    takes only every second integer, so the usual continuity correction subtracts 1 from its size.
+    """
     n = len(values)
     ties = np.unique(values, return_counts=True)[1]
     variance = (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
