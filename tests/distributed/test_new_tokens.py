@@ -4,6 +4,7 @@ template.
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -80,6 +81,14 @@ def test_tokens_that_exist_are_named_and_not_added(tmp_path, caplog):
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert tokenizer.encode(f"a{TURN}b", add_special_tokens=False)[1:-1] == [ids[TURN]]
     assert new_tokens.extended(str(MODEL_DIR), [known, TURN], tmp_path) == (path, ids), "made once"
+
+
+def test_a_start_that_was_killed_here_blocks_no_later_one(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(new_tokens, "publish", lambda *_: sys.exit())
+        new_tokens.extended(str(MODEL_DIR), [TURN], tmp_path)
+    path, _ = new_tokens.extended(str(MODEL_DIR), [TURN], tmp_path)
+    assert AutoTokenizer.from_pretrained(path).convert_tokens_to_ids(TURN) is not None
 
 
 def test_a_tokenizer_of_another_kind_is_refused_with_a_way_out(tmp_path):

@@ -188,13 +188,11 @@ def test_refuses_what_it_cannot_express(arguments, name):
 
 
 def test_masks_that_are_kept_do_not_grow_with_the_lengths_of_documents():
-    """A window that hides nothing needs no separate mask: one for each length would fill the memory
-    of a long run.
-    """
+    """A mask for each length would fill the memory of a long run."""
     grouped._mask.cache_clear()
     keys = torch.zeros(1, 1, K)
     for length in range(1, 700):
         for block in grouped.blocks(length, 1, Scoring(0.3, sliding_window=600)):
             block.probabilities(keys.expand(1, length, K), keys.expand(1, length, K), None)
-    assert grouped._mask.cache_info().currsize <= 3 * grouped.BLOCK_QUERIES
+    assert grouped._mask.cache_info().currsize <= grouped.NUM_MASKS
     grouped._mask.cache_clear()

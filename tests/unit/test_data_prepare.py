@@ -17,6 +17,8 @@ from trainer.data import readers
 from trainer.data.chat import RowEncoder
 from trainer.data.prepare import BAD_ROWS, OVER_LONG_ROWS, ROWS, TOKENS, prepare_blocks
 from trainer.data.readers import RowBlock
+from trainer.runtime.exit_codes import explain
+from trainer.runtime.signals import StopRequest
 
 TOKENIZER = fixtures.make_tokenizer()
 OPTIONS = dataclasses.replace(OPTIONS, on_bad_row="skip", truncation="right", max_length=40)
@@ -73,9 +75,11 @@ def test_a_killed_process_is_an_error_and_the_others_end(monkeypatch):
     assert len(started) == 2
     for child in started:  # one alone is noticed when nothing else comes
         child.kill()
-    with pytest.raises(RuntimeError, match="killed, most likely for lack of memory"):
+    with pytest.raises(RuntimeError, match="killed, most likely for lack of memory") as found:
         list(results)
     assert children_of(os.getpid()) == before
+    code, message = explain(found.value, StopRequest())
+    assert code == 1 and message.startswith("one of the 2") and message.count("Fix:") == 1
 
 
 def _prepare_for_ever():

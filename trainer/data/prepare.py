@@ -180,7 +180,7 @@ def prepare_blocks(
     except BrokenProcessPool as error:
         raise RuntimeError(
             f"one of the {num_processes} data preparation processes was killed, most likely for "
-            f"lack of memory.\nFix: run fewer processes by using fewer CPUs (taskset -c 0-3 …)"
+            f"lack of memory; with fewer CPUs (taskset -c 0-3 …) there are fewer processes"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

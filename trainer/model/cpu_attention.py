@@ -28,6 +28,8 @@ KEEP_LENGTH = 512
 """Probabilities of documents up to this length are kept for the backward pass. For longer documents
 they are recomputed, which keeps memory linear in the length.
 """
+NUM_MASKS = 128
+"""Masks to keep for the next layers. Documents of different lengths need different ones."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def blocks(length: int, heads_per_key: int, scoring: Scoring) -> Iterator[Block]
         yield Block(first, min(first + BLOCK_QUERIES, length), first_key, heads_per_key, scoring)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=NUM_MASKS)
 def _mask(
     num_queries: int,
     num_keys: int,

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,7 +110,7 @@ def _directory(source: Path, contents: dict[str, str], cache_dir: Path) -> Path:
     target = cache_dir.resolve() / "models" / hashlib.sha256(key.encode()).hexdigest()[:32]
     if target.is_dir():
         return target
-    staging = target.with_name(f"{target.name}.{os.uname().nodename}.{os.getpid()}")
+    staging = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     staging.mkdir(parents=True)
     for name, text in contents.items():
         (staging / name).write_text(text, encoding="utf-8")

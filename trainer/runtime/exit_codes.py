@@ -20,7 +20,7 @@ from trainer.runtime.signals import StopRequest, lost_ranks, reported_exit_code
 from trainer.runtime.status import LOST_RANK
 
 _PROCESS_LOST = re.compile(
-    r"DataLoader worker .* (killed|exited)|processes that prepare data was killed"
+    r"DataLoader worker .* (killed|exited)|data preparation processes was killed"
 )
 _CONNECTION_LOST = re.compile(r"gloo/transport|ncclRemoteError|DistNetworkError|DistStoreError")
 

@@ -369,10 +369,10 @@ TABLE = (
             "throughput/train/tflops_per_gpu",
             "TFLOP/s",
             "up",
-            "Arithmetic that the model needs, per device: (6 N T + 6 M S + 6 L H d sum(len^2)) / "
+            "Arithmetic that the model needs, per device: (6 N T + 6 M S + 12 L H d sum(len^2)) / "
             "train/time(s) with N matrix parameters for T tokens, M of the head for S supervised "
-            "ones, 4 instead of 6 for frozen ones; within a sliding window w len^2 is "
-            "len^2 - (len - w)^2; recomputation not counted.",
+            "ones, L layers of H heads of size d, 4 instead of 6 for frozen parameters; within a "
+            "sliding window w len^2 is len^2 - (len - w)^2; recomputation not counted.",
         ),
         (
             "throughput/train/mfu",
