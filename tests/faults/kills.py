@@ -236,9 +236,9 @@ class Campaign:
                 process.kill()
         attempt.wait(GONE_WITHIN_S)
         psutil.wait_procs(started, GONE_WITHIN_S)
-        before = places_of(current.run_dir)
+        before = rows_of(current.run_dir).keys()
         cut_power(current.run_dir, trial.seed)
-        lost = before - places_of(current.run_dir)
+        lost = before - rows_of(current.run_dir).keys()
         self._lost_rows |= lost
         self.counts["cuts that took rows of metrics"] += bool(lost)
 
@@ -247,7 +247,13 @@ class Campaign:
         power cuts lost and no attempt repeated.
         """
         differences = compare_runs(current.straight, current.run_dir, steps=TOTAL_STEPS).differences
-        lost = self._lost_rows - places_of(current.run_dir)
+        # an older attempt's row of the same step does not count: its steps were undone
+        newest = {(kind, step): attempt for kind, step, attempt in sorted(rows_of(current.run_dir))}
+        lost = {
+            (kind, step)
+            for kind, step, attempt in self._lost_rows
+            if newest.get((kind, step), 0) < attempt
+        }
         names = {"train": "step {},", "val": "validation of step {},"}
         taken = tuple(names[kind].format(step) for kind, step in lost if kind in names)
         if lost:  # the histories lack them too

@@ -4,7 +4,7 @@ import errno
 import io
 import logging
 import tarfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 from checkpoint_fakes import content_of, expected_files, is_whole, save
@@ -30,6 +30,7 @@ from trainer.checkpoint.choice import NoUsableCheckpointError
 from trainer.checkpoint.storage import StorageError
 from trainer.errors import CannotWriteError, ResumableError
 from trainer.runtime.evaluations import read_summaries
+from trainer.tools.mirror import upload
 from trainer.tools.mirror.contents import RUN_FILES
 
 
@@ -155,6 +156,33 @@ def test_a_mirror_waits_for_the_end_of_a_rollback(run_dir, tmp_path, monkeypatch
     own.sync()
     assert restored(tmp_path / "new", storage).name == "global_step_6"
     assert rollback.read(tmp_path / "new").entries
+
+
+@pytest.mark.parametrize("is_up", [False, True])
+def test_logs_of_a_checkpoint_never_discard_it(is_up, run_dir, tmp_path, monkeypatch):
+    """The run was rolled back while its newest checkpoint, or new results, were uploaded. Without
+    the target, no start could complete the rollback.
+    """
+    storage = mirrored(run_dir, 6)
+    save(run_dir, 4, 8)
+    own = uploader(run_dir, storage)
+    if is_up:
+        own.sync()
+        (run_dir / "evaluations.jsonl").write_text(EVALUATED)
+    pack = upload.packed
+
+    @contextmanager
+    def packed_after_a_rollback(path):
+        roll_back(run_dir, 4)
+        with pack(path) as archive:
+            yield archive
+
+    with monkeypatch.context() as patched:
+        patched.setattr(upload, "packed", packed_after_a_rollback)
+        own.sync()
+    taken = restored(tmp_path / "new", storage)
+    discarded = rollback.read(tmp_path / "new").discarded_nonces
+    assert layout.inspect(taken).nonce not in discarded
 
 
 def test_a_run_that_saves_anew_before_its_rollback_is_up_loses_no_rollback(run_dir, tmp_path):

@@ -162,8 +162,7 @@ class Uploader:
         results = self._results()
         local = {info.step: info for info in layout.committed(self._run_dir)}
         pointer = layout.read_pointer(self._run_dir).step
-        discarded = rollback.read(self._run_dir).discarded_nonces
-        if pointer is None or pointer not in local or local[pointer].nonce in discarded:
+        if pointer is None or pointer not in local or self._is_discarded(local[pointer].manifest):
             return  # without a checkpoint, or in the middle of a rollback
         held = look(self._storage)
         problem = None
@@ -173,7 +172,7 @@ class Uploader:
         base = max((step for step in same if step <= pointer), default=None)
         noted = read_object(self._run_dir / STATE).get("results", "")
         if base is not None and (results != noted or base == pointer != held.pointer):
-            self._renew_logs(base)
+            self._renew_logs(local[base].manifest)
         if held.pointer != pointer and pointer not in due:
             self._point(pointer)
         for step in due:
@@ -184,8 +183,9 @@ class Uploader:
                     raise
                 problem = error
         held = look(self._storage)
-        if layout.read_pointer(self._run_dir).step != pointer:
-            return  # the run has saved in the meantime
+        discarded = rollback.read(self._run_dir).discarded_nonces
+        if layout.read_pointer(self._run_dir).step != pointer or local[pointer].nonce in discarded:
+            return  # the run has saved or rolled back in the meantime
         if pointer not in held.whole or held.pointer != pointer:
             raise StorageError(
                 f"{self._storage.url} does not list step {pointer} yet, although it was uploaded"
@@ -216,6 +216,8 @@ class Uploader:
             if directory is None:
                 return
             with packed(self._run_dir) as archive:
+                if self._is_discarded(manifest):
+                    return
                 if self._begun != manifest:
                     if info.step in held.steps:  # files from before a rollback, for example
                         self._storage.remove_tree(place)
@@ -237,12 +239,22 @@ class Uploader:
         text = f"step {info.step} is in {self._storage.url}"
         self._record(Event("mirror", info.step, text, fields=fields))
 
-    def _renew_logs(self, step: int) -> None:
+    def _is_discarded(self, manifest: Manifest) -> bool:
+        """Return True if a rollback has discarded the checkpoint.
+
+        Ask this once the logs are packed: they must not contain such a rollback. A run that is
+        restored from the checkpoint would try to complete it, without the rollback's target.
+        """
+        return manifest.nonce in rollback.read(self._run_dir).discarded_nonces
+
+    def _renew_logs(self, manifest: Manifest) -> None:
         """Replace the logs of a checkpoint in the mirror. At least one archive is complete at all
         times.
         """
-        place = layout.step_dir_name(step)
+        place = layout.step_dir_name(manifest.step)
         with packed(self._run_dir) as archive:
+            if self._is_discarded(manifest):
+                return
             for name in (NEWER_FILES, RUN_FILES):
                 self._storage.put(archive, f"{place}/{name}")
                 self._require_whole(place, [FileRecord(name, archive.stat().st_size, "")])
