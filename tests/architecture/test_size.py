@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = {"trainer": 181_850, "tests": 235_200}
+MAX_TOKENS = {"trainer": 181_850, "tests": 235_300}
 FREE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -14,7 +14,7 @@ from trainer.tools.report.page import as_page
 from trainer.tools.report.readers import read_run
 from trainer.tools.report.run_log import LogEvent
 from trainer.tools.report.sections import sections
-from trainer.tracking import Tracking
+from trainer.tracking import Tracking, row_losses
 
 
 def row(step, attempt=1, kind="train", **metrics):
@@ -163,6 +163,19 @@ def test_results_of_checkpoints_that_a_rollback_discarded_do_not_count(tmp_path)
     assert [one.step for one in log.proofs] == [5, 10, 50]
     told = analyse(log).generalisation
     assert told and told.recommended_step == 10
+
+
+def test_losses_of_samples_that_take_too_long_to_read_are_named_and_hide_nothing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(row_losses, "MAX_BYTES", 10)
+    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
+    write_lines(tmp_path / "row_losses.jsonl", [{"step": 1, "kind": "start"}])
+    summary = {"kind": "summary", "name": "eval/x", "step": 3, "mean": 0.5}
+    write_lines(tmp_path / "evaluations.jsonl", [summary])
+    log = read_run(tmp_path)
+    assert log.notes == (f"{tmp_path}/row_losses.jsonl cannot be read: it is longer than 10 B",)
+    assert log.evaluations.keys() == {"eval/x"}
 
 
 def test_a_run_without_a_recorded_configuration_is_read(tmp_path):

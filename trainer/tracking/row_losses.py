@@ -6,6 +6,7 @@ samples with the highest mean loss. A line with a `kind` ("start" or "rollback")
 continues from its step: earlier lines about later steps no longer count.
 """
 
+import errno
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.runtime.json_lines import AppendFile, JsonLines
+from trainer.runtime.text import readable
 
 FILE_NAME = "row_losses.jsonl"
 NUM_PLACES = 4
@@ -98,12 +100,14 @@ class RowLossFile(AppendFile):
 def read_row_losses(path: Path) -> tuple[dict[int, SampleLosses], dict[int, str]]:
     """Return {step: losses} without the steps that were rolled back, and {sample id: `file:line`}.
 
-    Both are empty if there is no file or it is longer than `MAX_BYTES`. Raises `OSError`.
+    Both are empty if there is no file. Raises `OSError`, also for a file longer than `MAX_BYTES`.
     """
     steps: dict[int, SampleLosses] = {}
     places: dict[int, str] = {}
-    if not path.exists() or path.stat().st_size > MAX_BYTES:
+    if not path.exists():
         return steps, places
+    if path.stat().st_size > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it is longer than {readable(MAX_BYTES)}", str(path))
     for _, content in JsonLines(path):
         try:
             step = int(content["step"])

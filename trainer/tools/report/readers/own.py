@@ -40,14 +40,14 @@ def add_run_directory(run_dir: Path, store: Store) -> None:
     }
     try:
         _add_events(run_dir, store)
-        row_file = run_dir / row_losses.FILE_NAME
-        rows, by_step = row_losses.read_hard_rows(row_file, limit=NUM_HARD_ROWS)
-        store.facts |= {"hard_rows": tuple(rows), "hardest_by_step": by_step}
         summaries = {
             name: {step: row for step, row in rows.items() if is_current(row)}
             for name, rows in read_summaries(run_dir).items()
         }
         store.facts["evaluations"] = {name: rows for name, rows in summaries.items() if rows}
+        row_file = run_dir / row_losses.FILE_NAME
+        hard_rows, by_step = row_losses.read_hard_rows(row_file, limit=NUM_HARD_ROWS)
+        store.facts |= {"hard_rows": tuple(hard_rows), "hardest_by_step": by_step}
     except OSError as error:
         store.facts["notes"] = (f"{error.filename} cannot be read: {error.strerror}",)
 
