@@ -55,7 +55,7 @@ class Replica:
         return self.family in WRAPPERS
 
 
-def _layer(number: int) -> tuple[str, ...]:
+def _layer(number):
     return tuple(f"model.layers.{number}.{name}" for name in MTP)
 
 

@@ -31,12 +31,12 @@ class Curve:
         }
 
 
-def _level(num_steps: int, last: float = 1.0) -> Values:
+def _level(num_steps, last=1.0):
     """A typical fall from 2.5."""
     return last + (2.5 - last) * np.exp(-np.arange(num_steps) / 300)
 
 
-def _autoregressive(rng: Generator, num_steps: int, *, memory: float, sigma: float) -> Values:
+def _autoregressive(rng, num_steps, *, memory, sigma):
     noise = rng.normal(0, sigma, num_steps)
     found = np.zeros(num_steps)
     for step in range(1, num_steps):
@@ -44,25 +44,25 @@ def _autoregressive(rng: Generator, num_steps: int, *, memory: float, sigma: flo
     return found
 
 
-def _bimodal(rng: Generator, num_steps: int, share: float) -> Values:
+def _bimodal(rng, num_steps, share):
     factor = np.where(rng.random(num_steps) < share, 1.8, 1.0)
     return _level(num_steps) * factor * (1 + rng.normal(0, 0.05, num_steps))
 
 
-def _stairs(rng: Generator, num_steps: int) -> Values:
+def _stairs(rng, num_steps):
     epoch = np.arange(num_steps) // 600
     return 2.0 * 0.8**epoch * (1 + rng.normal(0, 0.05, num_steps))
 
 
-def _memorised(rng: Generator, num_steps: int) -> Values:
+def _memorised(rng, num_steps):
     return (0.005 + 2 * np.exp(-np.arange(num_steps) / 200)) * np.exp(rng.normal(0, 0.2, num_steps))
 
 
-def _power_law(rng: Generator, num_steps: int) -> Values:
+def _power_law(rng, num_steps):
     return 3 * (1 + np.arange(num_steps) / 50) ** -0.2 * rng.gamma(100, 1 / 100, num_steps)
 
 
-def _garch(rng: Generator, num_steps: int) -> Values:
+def _garch(rng, num_steps):
     """Calm and noisy stretches: 6% noise on average."""
     noise = np.zeros(num_steps)
     variance = 0.004
@@ -72,13 +72,13 @@ def _garch(rng: Generator, num_steps: int) -> Values:
     return _level(num_steps) * np.exp(noise)
 
 
-def _restarts(rng: Generator, num_steps: int) -> Values:
+def _restarts(rng, num_steps):
     """The learning rate restarts every 600 steps, and the loss rises by 8 % with it."""
     ripple = 1 + 0.04 * (1 + np.cos(np.pi * (np.arange(num_steps) % 600) / 600))
     return _level(num_steps) * ripple * (1 + rng.normal(0, 0.06, num_steps))
 
 
-def _five_sources(rng: Generator, num_steps: int) -> Values:
+def _five_sources(rng, num_steps):
     """Batches of 32 samples, drawn from five sources with different losses."""
     levels = np.array([0.4, 0.8, 1.0, 1.4, 2.2])
     counts = rng.multinomial(32, [0.3, 0.25, 0.25, 0.15, 0.05], num_steps)
@@ -86,7 +86,7 @@ def _five_sources(rng: Generator, num_steps: int) -> Values:
     return _level(num_steps) * (counts @ levels) / 32 * noise
 
 
-def _wander(rng: Generator, num_steps: int) -> Values:
+def _wander(rng, num_steps):
     """The level falls with a slow random walk."""
     walk = np.cumsum(rng.normal(-0.0002, 0.002, num_steps))
     return 2.0 * np.exp(walk) * (1 + rng.normal(0, 0.05, num_steps))
@@ -128,7 +128,7 @@ def healthy(family: tuple[str, str], *, seed: int, num_steps: int = NUM_STEPS) -
     return Curve(LOSSES[loss](rng, num_steps), GRADS[grad](rng, num_steps))
 
 
-def _times(curve: Curve, loss: Values, grad_norm: Values) -> Curve:
+def _times(curve, loss, grad_norm):
     return replace(curve, loss=curve.loss * loss, grad_norm=curve.grad_norm * grad_norm)
 
 

@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-def _of(value, *names: str) -> dict[str, Any]:
+def _of(value, *names):
     return dict.fromkeys(names, value)
 
 

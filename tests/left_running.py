@@ -13,7 +13,7 @@ MARK = "STARTED_BY_TESTS_OF"
 """
 
 
-def left_running() -> list[psutil.Process]:
+def left_running():
     """Return all of them except the two that multiprocessing keeps until the interpreter ends."""
     kept = {
         os.getpid(),
@@ -30,7 +30,7 @@ def left_running() -> list[psutil.Process]:
     )
 
 
-def describe(process: psutil.Process) -> str:
+def describe(process):
     with contextlib.suppress(psutil.Error):
         return f"{process.pid}: {' '.join(process.cmdline())[:200]}"
     return f"{process.pid}: gone meanwhile"

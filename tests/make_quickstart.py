@@ -5,7 +5,6 @@ trainer/quickstart/model. Configuration, chat template and samples are written b
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -75,7 +74,7 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     (directory / CHAT_TEMPLATE.name).write_text(chat_template, encoding="utf-8")
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path, content):
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -15,11 +14,11 @@ NEEDS = re.compile(r"#.*\[needs (.*)\]$", re.S)
 """The marker in a command's comment for something that CI lacks."""
 
 
-def blocks_of(markdown: str, language: str) -> list[str]:
+def blocks_of(markdown, language):
     return re.findall(rf"^```{language}\n(.*?)^```", markdown, re.M | re.S)
 
 
-def commands_in(block: str) -> Iterator[str]:
+def commands_in(block):
     """Return the lines with their comments."""
     command = ""
     for line in block.replace("\\\n", " ").splitlines():

@@ -71,7 +71,7 @@ def each(
     return {name: function(world, source, **changes) for name, changes in variants.items()}
 
 
-def _receive(receiver: Connection, rank: int, timeout_s: float):
+def _receive(receiver, rank, timeout_s):
     assert receiver.poll(timeout_s), f"rank {rank} gave no result within {timeout_s} s"
     try:
         is_ok, value = pickle.loads(receiver.recv_bytes())

@@ -67,7 +67,7 @@ _ALONE = {
 }
 
 
-def _burst(columns: dict[str, Values]) -> None:
+def _burst(columns):
     for line in _BURSTS.strip().splitlines():
         step, *values = line.split()
         for key, value in zip(_KEYS, values, strict=True):

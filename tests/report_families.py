@@ -81,7 +81,7 @@ class Family:
         return path
 
 
-def _course(rng: Generator, x: Floats, shape: str) -> Floats:
+def _course(rng, x, shape):
     start = rng.uniform(1.6, 2.8)
     floor = rng.uniform(0.6, 1.1)
     falls = {
@@ -96,16 +96,14 @@ def _course(rng: Generator, x: Floats, shape: str) -> Floats:
     return floor + (start - floor) * falls[shape]()
 
 
-def _rate(rng: Generator, x: Floats) -> Floats:
+def _rate(rng, x):
     warmup = rng.uniform(0.02, 0.1)
     place = ((x - warmup) / (1 - warmup)).clip(0, 1)
     decay = (0.5 * (1 + np.cos(np.pi * place)), 1 - 0.99 * place)[rng.integers(2)]
     return 10 ** rng.uniform(-5.3, -4) * np.minimum(x / warmup, decay)
 
 
-def _sft(
-    rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], family: Family
-) -> Columns:
+def _sft(rng, steps, evals, family):
     n = len(steps)
     x = steps / steps[-1]
     course = _course(rng, x, family.shape)
@@ -127,9 +125,7 @@ def _sft(
     }
 
 
-def _grpo(
-    rng: Generator, steps: NDArray[np.int64], evals: NDArray[np.int64], family: Family
-) -> Columns:
+def _grpo(rng, steps, evals, family):
     n = len(steps)
     x = steps / steps[-1]
     rise = 1 - np.exp(-x / rng.uniform(0.15, 0.5)) if family.shape == "exponential" else x**0.7
@@ -169,7 +165,7 @@ CONTROLLER_ROLES = [
 """Of the columns of a history without the epoch."""
 
 
-def _controller(rng: Generator) -> Curves:
+def _controller(rng):
     train, val = controller_histories(int(rng.integers(2**31)))
     columns = dict(zip(CONTROLLER_ROLES, train.T[1:].copy(), strict=True))
     columns |= {f"val_{r}": one for r, one in zip(CONTROLLER_ROLES, val.T[1:], strict=True)}
@@ -188,7 +184,7 @@ def write_histories(directory: Path, curves: Mapping[str, Series]) -> Path:
 SHAPED: Mapping[str, Callable[..., Columns]] = {"sft": _sft, "grpo": _grpo}
 
 
-def _keys(text: str) -> dict[str, str]:
+def _keys(text):
     """Role -> key, from words in turn."""
     words = text.split()
     return dict(zip(words[::2], words[1::2], strict=True))

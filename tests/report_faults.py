@@ -102,23 +102,23 @@ def sft(change: Change) -> RunLog:
     return change(healthy("sft"))
 
 
-def _format_hacking(log: RunLog) -> RunLog:
+def _format_hacking(log):
     n = log.num_rows
     flat = 0.4 + RNG.normal(0, 0.05, n)
     forms = np.linspace(0.3, 0.95, n) + RNG.normal(0, 0.01, n)
     return changed(log, **{"rewards/Format/mean": forms, "rewards/AnswerMatchCosine/mean": flat})
 
 
-def _constant(log: RunLog) -> RunLog:
+def _constant(log):
     return changed(log, **{"train/loss": 1.2, "train/grad_norm": 0.5, "val/loss": 1.2})
 
 
-def _too_short(log: RunLog) -> RunLog:
+def _too_short(log):
     series = {key: one[:40] for key, one in log.series.items() if len(one) > 40}
     return replace(log, series=series, num_rows=40, total_steps=40, checkpoints=())
 
 
-def _held_out_collapse(log: RunLog) -> RunLog:
+def _held_out_collapse(log):
     """The training reward continues to rise, while the reward of the held-out samples is lost from
     epoch 21 on.
     """
@@ -126,7 +126,7 @@ def _held_out_collapse(log: RunLog) -> RunLog:
     return changed(log, **{"val/reward_mean": rewards + 0.02 * np.sin(np.arange(30))})
 
 
-def _value_network(log: RunLog) -> RunLog:
+def _value_network(log):
     losses = 0.3 * np.exp(0.1 * np.sin(np.arange(log.num_rows)))
     losses[800:] *= 150
     return changed(log, **{"critic/loss": losses})

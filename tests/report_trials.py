@@ -60,13 +60,13 @@ class Outcome:
     """Other findings with level warn or worse."""
 
 
-def _since(curves: Curves, at: int) -> np.ndarray:
+def _since(curves, at):
     """Return the points since `at`, as a share of the remaining points; 0 before."""
     index = np.arange(len(curves.steps))
     return (index - at).clip(0) / max(len(index) - 1 - at, 1)
 
 
-def _jitter(curves: Curves, rng: Generator, at: int = 0) -> np.ndarray:
+def _jitter(curves, rng, at=0):
     """Factors around 1, for the points from `at` on."""
     return np.exp(rng.normal(0, 0.04, len(curves.steps) - at))
 
@@ -170,7 +170,7 @@ def _raise_rate(curves, at, rng):
     curves.scale("lr", rng.uniform(4, 12), at, stop)
 
 
-def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
+def _collapse(role):
     """A result falls back to its start, or below, within a short time."""
 
     def put(curves, at, rng):
@@ -187,7 +187,7 @@ def _collapse(role: str) -> Callable[[Curves, int, Generator], None]:
     return put
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def _smooth(values):
     width = max(3, len(values) // 20)
     padded = np.pad(values, (width // 2, width - 1 - width // 2), mode="edge")
     return np.convolve(padded, np.ones(width) / width, mode="valid")

@@ -11,7 +11,7 @@ def write_result(path: Path, result: Any) -> None:
     path.write_text(json.dumps(_rounded(result), indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value):
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):

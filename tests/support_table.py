@@ -10,9 +10,7 @@ ranks are compared with the same steps stopped and resumed. Then transformers lo
 
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -30,12 +28,12 @@ TRIED_WITHIN_S = 60.0
 STARTED_WITHIN_S = 60.0
 
 
-def try_all(world: Any, root: Path, names: list[str]) -> list[dict[str, Any]]:
+def try_all(world, root, names):
     """Return the findings for each family, or how it failed. Collective."""
     return [_caught(world, root / name, name) for name in names]
 
 
-def _caught(world: Any, root: Path, name: str) -> dict[str, Any]:
+def _caught(world, root, name):
     try:
         if world.size == 1:
             save_model(root / "model", name)
@@ -51,7 +49,7 @@ def _caught(world: Any, root: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def attempt(names: list[str]) -> list[dict[str, Any]]:
+def attempt(names):
     """Try families in the same processes; return their entries."""
     limit_s = STARTED_WITHIN_S + TRIED_WITHIN_S * len(names)
     with tempfile.TemporaryDirectory(prefix="families-") as directory:
@@ -62,7 +60,7 @@ def attempt(names: list[str]) -> list[dict[str, Any]]:
     return [_entry(*pair) for pair in zip(alone, together, strict=True)]
 
 
-def _entry(alone: dict[str, Any], together: dict[str, Any]) -> dict[str, Any]:
+def _entry(alone, together):
     for found in (alone, together):
         if "failed" in found or found["how"] == REFUSED:
             return {key: found[key] for key in ("how", "reason", "failed") if key in found}
@@ -72,7 +70,7 @@ def _entry(alone: dict[str, Any], together: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def is_exact(entry: dict[str, Any], places: Iterable[str], *keys: str) -> bool:
+def is_exact(entry, places, *keys):
     """Return whether the measurements are within the limits and every parameter had a gradient."""
     measured = [entry.get(place, {}) for place in places]
     return all(
@@ -82,7 +80,7 @@ def is_exact(entry: dict[str, Any], places: Iterable[str], *keys: str) -> bool:
     )
 
 
-def marks(entry: dict[str, Any]) -> dict[str, bool]:
+def marks(entry):
     """Return the marks of a family, by column."""
     return {
         "first step": is_exact(entry, PLACES[:1], "loss error", "gradient error"),
@@ -92,7 +90,7 @@ def marks(entry: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def faults(entry: dict[str, Any]) -> list[str]:
+def faults(entry):
     """Return why a family does not fulfil the table's promises. A refusal is as promised."""
     if "failed" in entry:
         return [f"failed: {entry['failed']}"]
@@ -101,7 +99,7 @@ def faults(entry: dict[str, Any]) -> list[str]:
     return [mark for mark, shown in marks(entry).items() if not shown]
 
 
-def table(results: dict[str, Any]) -> list[str]:
+def table(results):
     entries = {name: results["families"][name] for name in sorted(results["families"])}
     columns = list(marks({}))
     families = {name.split()[0] for name in entries}

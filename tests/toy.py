@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -134,7 +133,7 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], objec
     save_file(tensors, file, {"format": "pt"})
 
 
-def _taken(cls, changes: dict[str, Any]) -> dict[str, Any]:
+def _taken(cls, changes):
     """Take the fields of a dataclass out of `changes`."""
     return {name: changes.pop(name) for name in cls.__dataclass_fields__ if name in changes}
 

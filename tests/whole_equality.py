@@ -28,7 +28,7 @@ def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
     return found
 
 
-def _history(path: Path):
+def _history(path):
     """Its lines, but for times; None without the file."""
     if not path.exists():
         return None
@@ -37,7 +37,7 @@ def _history(path: Path):
     return [{name: cell for name, cell in line.items() if name != TIMED} for line in lines]
 
 
-def _others(run_dir: Path) -> str:
+def _others(run_dir):
     names = [name for name in fsio.list_dir(run_dir) if layout.parse_step(name) is None]
     return ", ".join(sorted(name for name in names if not name.startswith(OUTSIDE)))
 

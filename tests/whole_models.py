@@ -29,7 +29,7 @@ _QWEN_SIGHT = {
 }
 
 
-def _text(family: str, **changes) -> dict[str, Any]:
+def _text(family, **changes):
     """The text part as the family that is such a part alone has it; the whole says what is tied."""
     of_whole = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
     settings = family_settings(family, **changes)

@@ -148,14 +148,14 @@ def started(
 
 
 def _rank(
-    rank: int,
-    num_ranks: int,
-    port: int,
-    status: str,
-    words: tuple[str, ...],
-    log: Path,
-    before: Callable[[], None] | None,
-) -> None:
+    rank,
+    num_ranks,
+    port,
+    status,
+    words,
+    log,
+    before,
+):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     os.environ[VARIABLE] = status
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), HF_HUB_OFFLINE="1")

@@ -9,10 +9,9 @@ import json
 import re
 import textwrap
 import types
-from collections.abc import Iterator
-from dataclasses import MISSING, Field, is_dataclass
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -38,7 +37,7 @@ WIDTH = 120
 _NAMED = re.compile(r"(?<![\w/.])(?:data|model|optim|trainer)\.[a-z][a-z0-9_.]*[a-z]")
 
 
-def written(own: "Field[Any]") -> str:
+def written(own):
     """Return the default as YAML on one line."""
     value = own.default if own.default_factory is MISSING else own.default_factory()
     if value is MISSING:
@@ -50,13 +49,13 @@ def written(own: "Field[Any]") -> str:
     )
 
 
-def sheet() -> str:
+def sheet():
     """Return the text of conf/sft.yaml."""
     groups = ("\n".join(_lines(own.type, name, depth=0)) for name, own in declared(Config).items())
     return "\n\n".join([HEAD.rstrip(), *groups]) + "\n"
 
 
-def _lines(cls: type, name: str, depth: int) -> Iterator[str]:
+def _lines(cls, name, depth):
     indent = "  " * (depth + 1)
     yield from _commented(f"{'  ' * depth}{name}:", _as_comment(cls.__doc__ or ""))
     for name, own in declared(cls).items():
@@ -66,13 +65,13 @@ def _lines(cls: type, name: str, depth: int) -> Iterator[str]:
             yield from _commented(f"{indent}{name}: {written(own)}", own.metadata["meaning"])
 
 
-def schema_text() -> str:
+def schema_text():
     """Return the JSON schema of a recipe, for editors."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fsdp-sft recipe"}
     return json.dumps(head | _schema_of(Config), indent=1, ensure_ascii=False) + "\n"
 
 
-def _schema_of(cls: type) -> dict[str, Any]:
+def _schema_of(cls):
     hints = get_type_hints(cls)
     properties = {}
     for name, own in declared(cls).items():
@@ -86,7 +85,7 @@ def _schema_of(cls: type) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _kinds_of(hint, allowed: list[str]) -> list[dict[str, Any]]:
+def _kinds_of(hint, allowed):
     """Return the JSON schemas of the values that a key of this Python type takes."""
     origin = get_origin(hint)
     inner = get_args(hint)
@@ -104,7 +103,7 @@ def _kinds_of(hint, allowed: list[str]) -> list[dict[str, Any]]:
     return [{"type": JSON_TYPES[hint]}] if hint in JSON_TYPES else [{}]
 
 
-def _commented(text: str, meaning: str) -> Iterator[str]:
+def _commented(text, meaning):
     """Return a line followed by its comment, which continues on separate lines if necessary."""
     start = max(COLUMN, len(text) + 1)
     first, *more = textwrap.wrap(
@@ -117,11 +116,11 @@ def _commented(text: str, meaning: str) -> Iterator[str]:
     yield from (f"{'':<{COLUMN}}# {line}" for line in rest)
 
 
-def _as_comment(docstring: str) -> str:
+def _as_comment(docstring):
     return docstring[0].lower() + docstring[1:].rstrip(".")
 
 
-def table(cls: type) -> str:
+def table(cls):
     """Return the keys as a Markdown table."""
     rows = [
         f"| `{dotted}` | `{_in_table(written(own))}` | {_in_table(own.metadata['meaning'])} |"
@@ -130,14 +129,14 @@ def table(cls: type) -> str:
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 
 
-def _in_table(text: str) -> str:
+def _in_table(text):
     """Escape the character that separates cells. Markdown removes the backslash again, even in
     code.
     """
     return text.replace("|", r"\|")
 
 
-def with_tables(page: str) -> str:
+def with_tables(page):
     """Return the page with new tables between the markers."""
     for name, cls in TABLES.items():
         start = f"<!-- {name}: start -->"
@@ -148,7 +147,7 @@ def with_tables(page: str) -> str:
     return page
 
 
-def keys_named_in(markdown: str) -> set[str]:
+def keys_named_in(markdown):
     """Return every `section.key` in a text, except for names of modules; two of them are files."""
     keys = keys_of(Config)
     return {name for name in _NAMED.findall(markdown) if name in keys or not _is_module(name)} - {
@@ -157,7 +156,7 @@ def keys_named_in(markdown: str) -> set[str]:
     }
 
 
-def _is_module(name: str) -> bool:
+def _is_module(name):
     path = REPOSITORY / name.replace(".", "/")
     return path.is_dir() or path.with_suffix(".py").is_file()
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from trainer.tracking.metrics import FOREIGN, METRICS
-from trainer.tracking.metrics.words import Metric
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 GROUPS = {
@@ -43,7 +42,7 @@ log them through `Tracking`, and the report explains them in other trainers' log
 """
 
 
-def page() -> str:
+def page():
     """Return docs/metrics.md."""
     lines = [INTRODUCTION]
     for group, about in GROUPS.items():
@@ -60,7 +59,7 @@ def page() -> str:
     return "\n".join([*lines, ""])
 
 
-def _row(metric: Metric, *words: str) -> str:
+def _row(metric, *words):
     meaning = metric.meaning.replace("<", "\\<").replace("|", "\\|")
     return f"| `{metric.key}` | {' | '.join((*words, metric.better, meaning))} |"
 

@@ -3,7 +3,7 @@ problem`).
 """
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
@@ -60,7 +60,7 @@ def imports_of(module: str, source: str, known: Iterable[str]) -> list[tuple[str
     return [(t, node.lineno) for node in nodes for t in _targets(node, module, names)]  # type: ignore[attr-defined]
 
 
-def _targets(node: ast.AST, module: str, known: set[str]) -> list[str]:
+def _targets(node, module, known):
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -94,7 +94,7 @@ def wrong_imports(sources: Sources) -> list[str]:
     return found
 
 
-def _tool_of(module: str) -> str | None:
+def _tool_of(module):
     """Return the tool that a module belongs to."""
     _, _, inner = module.partition("trainer.tools.")
     return inner.split(".")[0] or None
@@ -122,7 +122,7 @@ def device_waits(source: str) -> list[tuple[str, int]]:
     ]
 
 
-def _is_device_wait(node: ast.AST) -> bool:
+def _is_device_wait(node):
     if isinstance(node, ast.Attribute):
         return node.attr == "synchronize"
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -135,7 +135,7 @@ def _is_device_wait(node: ast.AST) -> bool:
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def _with_owner(tree: ast.AST, owner: str = "<module>") -> Iterator[tuple[str, ast.AST]]:
+def _with_owner(tree, owner="<module>"):
     """Yield every node with the outermost function or method that contains it."""
     for child in ast.iter_child_nodes(tree):
         inner = owner
@@ -156,7 +156,7 @@ def unsafe_loads(name: str, source: str) -> list[str]:
     return found
 
 
-def _unsafe(node: ast.AST) -> str | None:
+def _unsafe(node):
     if isinstance(node, ast.ImportFrom) and node.module in (*PICKLE_MODULES, "torch"):
         hidden = {alias.name for alias in node.names} & set(PICKLE_LOADERS)
         return f"write {node.module}.{hidden.pop()} out" if hidden else None
@@ -186,7 +186,7 @@ def attributes_read(source: str) -> set[str]:
     }
 
 
-def _dotted(node: ast.AST) -> str:
+def _dotted(node):
     if isinstance(node, ast.Name):
         return node.id
     return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 from processes import wait_until
@@ -36,7 +35,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **changes}
 
 
-def _options(cwd: Path, env: dict[str, str]) -> dict[str, Any]:
+def _options(cwd, env):
     """Text output with errors included, and no input."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return {"cwd": cwd, "env": environment(**env), "text": True, **streams}

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 # each engine in a process of its own imports vLLM again
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -24,7 +23,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 
-def answer(llm, question: str) -> dict[str, Any]:
+def answer(llm, question):
     answers = llm.chat(
         [{"role": "user", "content": question}], SamplingParams(temperature=0.0, max_tokens=80)
     )
@@ -36,7 +35,7 @@ def answer(llm, question: str) -> dict[str, Any]:
     }
 
 
-def log_prob(llm, ids: list[int], adapter: LoRARequest | None = None) -> float:
+def log_prob(llm, ids, adapter=None):
     parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     (found,) = llm.generate([{"prompt_token_ids": ids}], parameters, lora_request=adapter)
     return sum(
@@ -45,7 +44,7 @@ def log_prob(llm, ids: list[int], adapter: LoRARequest | None = None) -> float:
     )
 
 
-def serve(job: dict[str, Any]) -> dict[str, Any]:
+def serve(job):
     if "question" in job:
         return answer(LLM(job["model"], enforce_eager=True, max_model_len=512), job["question"])
     if "stop_ids" in job:

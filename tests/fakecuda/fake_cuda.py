@@ -197,7 +197,7 @@ def install(library: Path) -> None:
     FakeTensor.data_ptr = _address  # type: ignore[method-assign,assignment]
 
 
-def _note_host_memory(tensor_type) -> None:
+def _note_host_memory(tensor_type):
     """It stays as it is; that it is asked to be page-locked is what counts."""
     from torch.utils.weak import WeakIdKeyDictionary
 
@@ -207,17 +207,17 @@ def _note_host_memory(tensor_type) -> None:
     tensor_type.is_pinned = lambda tensor, *args: tensor.untyped_storage() in PINNED
 
 
-def _address(tensor) -> int:
+def _address(tensor):
     """Another for each tensor that is alive, and for each place in it."""
     return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize)
 
 
-def _lock(pointer: int, size_bytes: int, flags: int) -> int:
+def _lock(pointer, size_bytes, flags):
     LOCKED[pointer] = size_bytes
     return 0
 
 
-def _release(pointer: int) -> int:
+def _release(pointer):
     del LOCKED[pointer]
     return 0
 

@@ -2,27 +2,23 @@
 fake CUDA tensors.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from fake_kernels import of_a_card
-from fake_step import Case, fake_world, on_meta_device
+from fake_step import fake_world, on_meta_device
 from toy import write_model_config
 
 from trainer.model import load, parallelize
 from trainer.tools.plan import fake_step as planner
 from trainer.tools.plan import memory
-from trainer.tools.plan.fake_step import Measured
 from trainer.train.start.compose import load_config
 
 LIMITS = ("data.max_length=512", "data.max_token_len_per_gpu=512", "data.train_batch_size=64")
 
 
-def run_case(case: Case, directory: Path) -> dict[str, Any]:
+def run_case(case, directory):
     write_model_config(
         directory, case.model_type, head_dim=64, hidden_size=256, num_hidden_layers=4
     )
@@ -43,7 +39,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _on_fake_cuda(case: Case) -> Iterator[None]:
+def _on_fake_cuda(case):
     plain_parallelize = parallelize.parallelize
     plain_materialize = load.materialize
 
@@ -70,6 +66,6 @@ def _on_fake_cuda(case: Case) -> Iterator[None]:
         yield
 
 
-def _told(measured: Measured) -> dict[str, dict[str, int]]:
+def _told(measured):
     """Return the bytes at the memory peak of each phase, by category."""
     return {str(phase): dict(held) for phase, held in measured[planner.DEVICE].items()}

@@ -199,7 +199,7 @@ def on_meta_device() -> Iterator[None]:
 
 
 @contextmanager
-def _compiled_without_code() -> Iterator[None]:
+def _compiled_without_code():
     """Capture graphs and run them unchanged, because there is no compiler for the GPU."""
     with patch("torch.compile", partial(torch.compile, backend=_graph_as_it_is)):
         yield
@@ -209,13 +209,13 @@ HOST_INPUTS: list[str] = []
 """Return the dtypes of host tensors among the inputs of compiled graphs."""
 
 
-def _graph_as_it_is(graph: torch.fx.GraphModule, inputs: list[Any]):
+def _graph_as_it_is(graph, inputs):
     found = [each for each in inputs if isinstance(each, Tensor) and each.device.type == "cpu"]
     HOST_INPUTS.extend(str(tensor.dtype) for tensor in found)
     return graph.forward
 
 
-def _fake_buffers(model: torch.nn.Module) -> None:
+def _fake_buffers(model):
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = torch.empty(buffer.shape, dtype=buffer.dtype)

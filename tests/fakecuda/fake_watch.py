@@ -152,11 +152,11 @@ def num_kernels(func) -> int:
     return fake_kernels.NUM_KERNELS.get(name, 1)
 
 
-def _is_group(leaf: torch.ScriptObject) -> bool:
+def _is_group(leaf):
     return "ProcessGroup" in leaf._type().qualified_name()
 
 
-def _where() -> str:
+def _where():
     """Return the innermost lines of the trainer that led here."""
     frame = sys._getframe(2)
     found = list[str]()
@@ -168,13 +168,13 @@ def _where() -> str:
     return " < ".join(found) or "torch"
 
 
-def _is_pinned(host: Tensor) -> bool:
+def _is_pinned(host):
     if host.untyped_storage() in fake_cuda.PINNED:
         return True
     return not isinstance(host, FakeTensor) and fake_cuda.is_locked(host.data_ptr(), host.nbytes)
 
 
-def _insist(*args) -> None:
+def _insist(*args):
     """The terms of the kernel, of what `varlen_attn` hands to its operation."""
     given = _VARLEN.bind(*args)
     given.apply_defaults()

@@ -18,10 +18,8 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,10 +27,9 @@ import fake_cuda
 import fake_kernels
 import torch
 import torch.distributed as dist
-from fake_step import LOCAL_RANK, Case, read_ones
+from fake_step import LOCAL_RANK, read_ones
 from fake_watch import Watch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -43,7 +40,7 @@ from trainer.checkpoint.save import Agreement
 from trainer.quickstart import MODEL_DIR
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.signals import StopRequest
-from trainer.train.packet import Packet, Totals
+from trainer.train.packet import Packet
 from trainer.train.start.compose import load_config
 from trainer.train.start.main import run
 
@@ -78,7 +75,7 @@ class OnCard(TorchDispatchMode):
         return tree_map_only(FakeTensor, _on_host, result)
 
 
-def _on_host(tensor: FakeTensor) -> Tensor:
+def _on_host(tensor):
     return tensor if tensor.device.type == "cuda" else torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
@@ -97,7 +94,7 @@ class Phases(Heartbeat):
         super().enter(phase, limit_s=limit_s)
 
 
-def answer(where: str, num_ranks: int) -> float:
+def answer(where, num_ranks):
     """Return the number that the host would read at `where`: a sum over ranks that each contributed
     1, no difference in the self-check, a finite state.
     """
@@ -112,7 +109,7 @@ def answer(where: str, num_ranks: int) -> float:
     )
 
 
-def run_case(case: Case, directory: Path) -> dict[str, Any]:
+def run_case(case, directory):
     """The quickstart with two layers: a save after every other step, and a validation and a
     required save at the end.
     """
@@ -151,7 +148,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
     }
 
 
-def _words(case: Case, directory: Path) -> list[str]:
+def _words(case, directory):
     shutil.copytree(MODEL_DIR, directory / "model")
     change_json(directory / "model/config.json", num_hidden_layers=2)
     return [
@@ -173,7 +170,7 @@ def _words(case: Case, directory: Path) -> list[str]:
     ]
 
 
-def _reader(case: Case, heartbeat: Heartbeat) -> Callable[..., Totals]:
+def _reader(case, heartbeat):
     """Each sum over ranks is read once. In the step of the fault, its gradient norm is large the
     first time.
     """
@@ -191,7 +188,7 @@ def _reader(case: Case, heartbeat: Heartbeat) -> Callable[..., Totals]:
 
 
 @contextmanager
-def _other_ranks(num_ranks: int, run_dir: Path) -> Iterator[None]:
+def _other_ranks(num_ranks, run_dir):
     plain = dist.init_process_group
     others = range(1, num_ranks)
 

@@ -6,7 +6,6 @@ A case is a run on 2 ranks, continued from its checkpoint. On one rank one drawn
 least 16 KiB fails (shim.c), or each from there on. An undisturbed start must then finish the run.
 """
 
-import argparse
 import collections
 import ctypes
 import os
@@ -18,7 +17,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,7 +27,6 @@ from ranks import run_ranks, started_ranks
 from toy_runs import TRACE, Recipe, odd_model, read_trace, run
 
 from trainer.checkpoint import layout
-from trainer.runtime.distributed import World
 
 RECIPE = Recipe(total_steps=8, save_freq=2, keep=1, has_trace=True)
 BEGUN = 4
@@ -78,9 +75,7 @@ class Scene:
         return found
 
 
-def train_with_failure(
-    world: World, run_dir: Path, source, rank: int, number: int, *, is_lasting: bool
-) -> tuple[int, int]:
+def train_with_failure(world, run_dir, source, rank, number, *, is_lasting):
     """Return the exit code and the number of allocations."""
     errors = os.open(run_dir.with_suffix(f".{world.rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(errors, 2)
@@ -94,9 +89,7 @@ def train_with_failure(
     return code, num_seen
 
 
-def run_case(
-    scene: Scene, run_dir: Path, rank: int, number: int, *, is_lasting: bool = False
-) -> tuple[str, list[str]]:
+def run_case(scene, run_dir, rank, number, *, is_lasting=False):
     """Return how a case ended, and its faults."""
     with started_ranks(
         train_with_failure, 2, run_dir, scene.source, rank, number, is_lasting=is_lasting
@@ -121,7 +114,7 @@ def run_case(
     return how, found + (scene.diverged(run_dir) or scene.resume(run_dir))
 
 
-def unnamed(said: str) -> list[str]:
+def unnamed(said):
     """Return a fault unless the text of an error names the cause.
 
     If a thread has no memory for its variables, the C library ends the process with code 127. It
@@ -131,14 +124,14 @@ def unnamed(said: str) -> list[str]:
     return [] if is_named else [f"the error does not name the cause: {said[-1500:]}"]
 
 
-def message(stack: str) -> str:
+def message(stack):
     """Return the text after the last call of a Python stack."""
     lines = stack.splitlines()
     calls = [number for number, line in enumerate(lines) if line.startswith("    ")]
     return "\n".join(lines[max(calls, default=-1) + 1 :])
 
 
-def run_cases(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_cases(root, arguments):
     counts = collections.Counter()
     scene = Scene(root)
     chance = random.Random(arguments.seed)
@@ -161,7 +154,7 @@ def run_cases(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"allocations of a run": num_allocations, "counts": dict(counts), "faults": faults}
 
 
-def main(argv: list[str]) -> int:
+def main(argv):
     if "DISK_ROOT" not in os.environ:
         return run_on_lying_disk()
     return run_campaign("allocations", parser_of(__doc__, cases=100, seed=1), argv, run_cases)

@@ -9,7 +9,6 @@ The model is weaker than any real file system (the idea of ALICE and of LevelDB'
 """
 
 import itertools
-import random
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -225,19 +224,19 @@ class Disk:
             yield _pick(self._root, chance, keep=chance.choice((0.1, 0.5, 0.9)))
 
 
-def _node(tree: Tree) -> Node:
+def _node(tree):
     if isinstance(tree, bytes):
         return File(tree)
     return Directory({name: _node(child) for name, child in tree})
 
 
-def _now(node: Node) -> Tree:
+def _now(node):
     if isinstance(node, File):
         return node.durable + node.pending
     return tuple((name, _now(child)) for name, child in sorted(node.now.items()))
 
 
-def _num_combinations(node: Node) -> int:
+def _num_combinations(node):
     """Count the combinations, including entries that only some of them have."""
     if isinstance(node, File):
         return len(node.variants())
@@ -248,7 +247,7 @@ def _num_combinations(node: Node) -> int:
     return count
 
 
-def _states(node: Node, known: dict[Node, list[Tree]]) -> Iterator[Tree]:
+def _states(node, known):
     """`known`: states of entries, found once for all names that may survive for them."""
     if isinstance(node, File):
         yield from node.variants()
@@ -262,7 +261,7 @@ def _states(node: Node, known: dict[Node, list[Tree]]) -> Iterator[Tree]:
             yield tuple(zip(entries, contents, strict=True))
 
 
-def _pick(node: Node, chance: random.Random, keep: float) -> Tree:
+def _pick(node, chance, keep):
     if isinstance(node, File):
         variants = node.variants()
         return variants[-1] if chance.random() < keep else chance.choice(variants)

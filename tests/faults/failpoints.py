@@ -8,16 +8,13 @@ A kill at an operation leaves one of the states in test_crash_states.py; what ot
 drawn in schedules.py, and kills.py kills real runs.
 """
 
-import argparse
 import collections
 import errno
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,20 +24,19 @@ from ranks import run_ranks
 from toy_runs import TOLD, Recipe, odd_model, run
 
 from trainer.checkpoint import fsio
-from trainer.runtime.distributed import World
 
 ERRORS = (errno.ENOSPC, errno.EIO)
 FAILURES_PER_RUN = 40
 
 
-def observe(world: World, run_dir: Path, source, recipe: Recipe) -> list[Point]:
+def observe(world, run_dir, source, recipe):
     points = []
     fsio.observer = Watch(world.rank, run_dir, points.append)
     run(world, run_dir, source, recipe)
     return points
 
 
-def points_of_a_save(run_dir: Path, source, *, async_save: bool) -> list[Point]:
+def points_of_a_save(run_dir, source, *, async_save):
     """Return the operations of a save that also rotates, on both ranks."""
     run_dir.mkdir()
     recipe = Recipe(total_steps=2, save_freq=1, keep=1, async_save=async_save)
@@ -68,7 +64,7 @@ class Outcome:
     message: str = ""
 
 
-def outcomes() -> list[Outcome]:
+def outcomes():
     """Return all reports of this rank's manager about its saves."""
     return [
         Outcome(step, True) if kind == "checkpoint" else Outcome(step, False, message)
@@ -76,9 +72,7 @@ def outcomes() -> list[Outcome]:
     ]
 
 
-def train_with_failures(
-    world: World, run_dir: Path, source, recipe: Recipe, failures: Sequence[Failure]
-) -> tuple[list[Outcome], list[Survey]]:
+def train_with_failures(world, run_dir, source, recipe, failures):
     """The saves of steps 2, 4, 6, ... meet `failures`. Return the outcomes and, on the main rank,
     the content of the run directory after each save.
     """
@@ -99,9 +93,7 @@ def train_with_failures(
     return outcomes(), [*surveys[1:], Survey.of(run_dir)]
 
 
-def failing_saves(
-    failures: Sequence[Failure], run_dir: Path, source, *, async_save: bool
-) -> list[str]:
+def failing_saves(failures, run_dir, source, *, async_save):
     """Save at every step, every second time with the next of `failures`. Return all other faults."""
     run_dir.mkdir()
     recipe = Recipe(total_steps=2 * len(failures) + 1, save_freq=1, keep=1, async_save=async_save)
@@ -121,7 +113,7 @@ def failing_saves(
     return found
 
 
-def _faults_of(failure: Failure, outcome: Outcome, after: Survey) -> list[str]:
+def _faults_of(failure, outcome, after):
     """Until the checkpoint is durable under its name, the save fails on all ranks and older
     checkpoints are unchanged. Afterwards it counts as saved.
     """
@@ -143,7 +135,7 @@ def _faults_of(failure: Failure, outcome: Outcome, after: Survey) -> list[str]:
     return found
 
 
-def run_all(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_all(root, arguments):
     counts = collections.Counter()
     faults = []
     source = odd_model(root / "model")

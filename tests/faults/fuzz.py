@@ -22,7 +22,6 @@ import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 ROOMS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOMS), str(ROOMS / "unit"), str(ROOMS / "faults")]
@@ -41,7 +40,7 @@ Target = Callable[[bytes, Path], object]
 """Reads an input; the directory is empty, and no other target uses it."""
 
 
-def instrumented_imports() -> contextlib.AbstractContextManager[Any]:
+def instrumented_imports():
     """Let atheris trace the branches of modules that are imported inside; do nothing without
     atheris.
     """
@@ -52,7 +51,7 @@ def instrumented_imports() -> contextlib.AbstractContextManager[Any]:
     return atheris.instrument_imports(include=INSTRUMENTED)
 
 
-def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
+def make_targets():
     """Return the targets, and the errors that they may raise."""
     with instrumented_imports():
         from checkpoint_fakes import save, sealed
@@ -213,9 +212,7 @@ def make_targets() -> tuple[dict[str, Target], tuple[type[Exception], ...]]:
     return targets, answered
 
 
-def run_input(
-    target: Target, answered: tuple[type[Exception], ...], data: bytes, root: Path
-) -> None:
+def run_input(target, answered, data, root):
     """Run one input in a separate directory. Raises any error that would crash the product."""
     directory = root / "input"
     directory.mkdir()
@@ -230,7 +227,7 @@ def run_input(
         shutil.rmtree(directory)
 
 
-def fuzz_one(name: str, seconds: int, seed: int, root: Path) -> None:
+def fuzz_one(name, seconds, seed, root):
     """Fuzz one target in this process; libFuzzer ends it."""
     import atheris
 
@@ -257,7 +254,7 @@ def fuzz_one(name: str, seconds: int, seed: int, root: Path) -> None:
     atheris.Fuzz()
 
 
-def fuzz_all(_: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def fuzz_all(_, arguments):
     """Fuzz every target in a separate process, and keep failing inputs in the corpus."""
     seed = arguments.seed
     names = arguments.only or list(make_targets()[0])
@@ -291,7 +288,7 @@ def fuzz_all(_: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> int:
+def main(argv):
     parser = parser_of(__doc__, minutes=10.0, seed=1)
     parser.add_argument("--only", nargs="*", default=[], help="targets (default: all)")
     parser.add_argument("--replay", type=Path, metavar="FILE")

@@ -90,7 +90,7 @@ def network(num_hosts: int, *, hosts_dir: Path) -> Iterator[list[Host]]:
         yield hosts
 
 
-def _set_up(host: Host, known: dict[str, str], table: Path) -> None:
+def _set_up(host, known, table):
     table.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
     name = host.name
     namespace = host.namespace
@@ -105,7 +105,7 @@ def _set_up(host: Host, known: dict[str, str], table: Path) -> None:
 
 
 @contextmanager
-def _namespaces(*kinds: str) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+def _namespaces(*kinds):
     """(process that keeps them, pid of their first process); both die when the first does."""
     command = ["unshare", *kinds, "--fork", "sh", "-c", "echo; read ends_with_us"]
     pipe = subprocess.PIPE
@@ -118,9 +118,9 @@ def _namespaces(*kinds: str) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
             keeper.stdin.close()
 
 
-def _entering(namespace: int, *command: str) -> list[str]:
+def _entering(namespace, *command):
     return ["nsenter", "--target", str(namespace), "--all", "--", *command]
 
 
-def _run(namespace: int, command: str) -> None:
+def _run(namespace, command):
     subprocess.run(_entering(namespace, *command.split()), check=True, capture_output=True)

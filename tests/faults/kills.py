@@ -13,7 +13,6 @@ once, and each unsynced name and block of the run directory survives or not. Row
 took may be missing at the end. It writes benchmarks/results/power_cuts.json.
 """
 
-import argparse
 import collections
 import contextlib
 import json
@@ -25,7 +24,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -112,13 +110,13 @@ class Run:
         return (*self.words, f"trainer.default_local_dir={self.run_dir}")
 
 
-def announced(run_dir: Path) -> set[int]:
+def announced(run_dir):
     """Return the steps that the last attempt reported as saved."""
     output = run_dir.with_suffix(".log").read_text()
     return set(map(int, re.findall(r"saved \S+/global_step_(\d+)\b", output)))
 
 
-def rows_of(run_dir: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
+def rows_of(run_dir):
     """Return the rows of every attempt by kind, step and attempt. A kill may tear the last line, a
     power cut any line.
     """
@@ -131,7 +129,7 @@ def rows_of(run_dir: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
     return rows
 
 
-def places_of(run_dir: Path) -> set[tuple[str, int]]:
+def places_of(run_dir):
     return {(kind, step) for kind, step, _ in rows_of(run_dir)}
 
 
@@ -261,7 +259,7 @@ class Campaign:
         return [text for text in differences if not text.startswith(taken)]
 
 
-def check(current: Run, code: int | None, how: str) -> list[str]:
+def check(current, code, how):
     """Return the faults in the result of a start that was struck by `how`, or not at all."""
     run_dir = current.run_dir
     if code is None:
@@ -293,7 +291,7 @@ def check(current: Run, code: int | None, how: str) -> list[str]:
     return found
 
 
-def different_rows(current: Run) -> list[str]:
+def different_rows(current):
     """Return numbers of any attempt that differ in a bit from the undisturbed run."""
     expected = {(kind, step): row for (kind, step, _), row in rows_of(current.straight).items()}
     found = []
@@ -306,7 +304,7 @@ def different_rows(current: Run) -> list[str]:
     return found
 
 
-def different_checkpoints(current: Run) -> list[str]:
+def different_checkpoints(current):
     """Return the differences between the checkpoints of a finished run and those due.
 
     The newest are kept. A stop saves between the due steps, at steps where an attempt continued.
@@ -322,7 +320,7 @@ def different_checkpoints(current: Run) -> list[str]:
     return [] if kept == due else [f"checkpoints {kept} instead of {due}"]
 
 
-def moment_of(run_dir: Path) -> str:
+def moment_of(run_dir):
     names = os.listdir(run_dir) if run_dir.exists() else []
     if any(name.startswith(layout.STAGING_PREFIX) and "probe" not in name for name in names):
         return "while saving"
@@ -331,7 +329,7 @@ def moment_of(run_dir: Path) -> str:
     return "elsewhere"
 
 
-def work(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def work(root, arguments):
     strikes = {"kill": arguments.kills, "preempt": arguments.preemptions}
     if arguments.power_cuts:
         strikes = {"power cut": arguments.power_cuts}
@@ -341,7 +339,7 @@ def work(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"strikes": strikes, "counts": counts, "faults": campaign.faults}
 
 
-def main(argv: list[str]) -> int:
+def main(argv):
     parser = parser_of(__doc__, kills=200, preemptions=100, power_cuts=0, seed=1)
     has_cuts = bool(parser.parse_args(argv).power_cuts)
     if has_cuts and "DISK_ROOT" not in os.environ:

@@ -12,14 +12,14 @@ SOURCE = Path(__file__).with_name("shim.c")
 BLOCK_BYTES = 512
 
 
-def build_shim(directory: Path) -> Path:
+def build_shim(directory):
     library = directory / "shim.so"
     flags = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
     subprocess.run(["gcc", *flags, str(SOURCE), "-o", str(library)], check=True)
     return library
 
 
-def run_on_lying_disk() -> int:
+def run_on_lying_disk():
     """Run this program again, with all its child processes, on such a disk. Return its exit code."""
     with tempfile.TemporaryDirectory(prefix="disk-", dir="/dev/shm") as directory:
         root = Path(directory, "root")
@@ -31,7 +31,7 @@ def run_on_lying_disk() -> int:
         return subprocess.run([sys.executable, *sys.argv], env=environment).returncode
 
 
-def cut_power(run_dir: Path, seed: int) -> None:
+def cut_power(run_dir, seed):
     """Reduce a directory, in which no process is alive, to a state that a power cut may leave.
 
     Its own name is durable. Each unsynced change of a name, and each unsynced block, survives or

@@ -18,14 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_safeguards import GPU_SAFEGUARDS
-from safeguards import SAFEGUARDS, Mutation
+from safeguards import SAFEGUARDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "mutations.json"
 MUTATIONS = (*SAFEGUARDS, *GPU_SAFEGUARDS)
 
 
-def mutated_copy(mutation: Mutation, target: Path) -> None:
+def mutated_copy(mutation, target):
     """A copy of the repository with one safeguard removed."""
     for name in ("trainer", "tests", "conf", "docs"):
         shutil.copytree(
@@ -37,7 +37,7 @@ def mutated_copy(mutation: Mutation, target: Path) -> None:
     path.write_text(apply(mutation, path.read_text()))
 
 
-def apply(mutation: Mutation, text: str) -> str:
+def apply(mutation, text):
     if text.count(mutation.old) != 1:
         raise ValueError(
             f"'{mutation.name}': what it removes stands {text.count(mutation.old)} times in "
@@ -46,7 +46,7 @@ def apply(mutation: Mutation, text: str) -> str:
     return text.replace(mutation.old, mutation.new)
 
 
-def caught_by(mutation: Mutation) -> str | None:
+def caught_by(mutation):
     """Return the first test file that fails without the safeguard; None if all pass."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
         root = Path(directory)
@@ -66,7 +66,7 @@ def caught_by(mutation: Mutation) -> str | None:
     return None
 
 
-def main(argv: list[str]) -> int:
+def main(argv):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
     arguments = parser.parse_args(argv)

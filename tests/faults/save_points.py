@@ -1,7 +1,6 @@
 """The operations of a save as one rank sees them, and the contents of a run directory."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -57,7 +56,7 @@ class Point:
         return self.label.split(" ")[1].removesuffix(".")
 
 
-def plain(text: str) -> str:
+def plain(text):
     """Remove the parts that differ between runs."""
     return _NONCE.sub("", _STEP.sub("global_step_N", text))
 
@@ -103,7 +102,7 @@ class Watch:
         return plain(f"{operation.kind} {path}{target}")
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thinned(points):
     """Return all operations except writes, and the first, middle and last write of each file.
 
     Between these writes the staged file only grows, and nothing reads it.

@@ -11,7 +11,6 @@ Small files that name their save replace the shards of torch. `--replay SEED` ru
 again and prints it.
 """
 
-import argparse
 import errno
 import fcntl
 import gc
@@ -26,7 +25,6 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -141,7 +139,7 @@ class SmallSaver(save.Saver):
         return [fsio.write_file(path, staging.name.encode(), root=staging)]
 
 
-def part(values: dict[str, Any]):
+def part(values):
     return SimpleNamespace(state_dict=lambda: values)
 
 
@@ -261,7 +259,7 @@ class Job:
         mirror_process.follow(schedule.config, schedule.mirror, ending)
 
 
-def run_rank(job: Job, rank: int) -> None:
+def run_rank(job, rank):
     """Do what a rank of a job does around its steps, as `trainer.train` does."""
     schedule = job.schedule
     config = schedule.config
@@ -306,9 +304,7 @@ def run_rank(job: Job, rank: int) -> None:
             finished.write(path, finished.Finished(ended_early=False, message="done"))
 
 
-def train(
-    job: Job, world: World, checkpoints: manager.CheckpointManager, begun: start.Start
-) -> bool:
+def train(job, world, checkpoints, begun):
     """Return False for a run that was stopped early."""
     schedule = job.schedule
     chance = schedule.chance
@@ -649,7 +645,7 @@ real_sync = upload.Uploader.sync
 
 
 @contextmanager
-def patched(schedule: Schedule) -> Iterator[None]:
+def patched(schedule):
     """Run the modules of the trainer on the hub, its clock and its ranks."""
     hub = schedule.hub
     chance = schedule.chance
@@ -713,7 +709,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
 
 
 @contextmanager
-def closing_locks() -> Iterator[None]:
+def closing_locks():
     """Close files that killed processes left open, as the kernel does."""
     try:
         yield
@@ -722,7 +718,7 @@ def closing_locks() -> Iterator[None]:
             held._close()
 
 
-def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], int, list[str]]:
+def run_seeds(seeds, *, is_traced=False):
     """Run these seeds in memory. Return the events, the number of operations, and the faults."""
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -751,7 +747,7 @@ def run_seeds(seeds: range, *, is_traced: bool = False) -> tuple[Counter[str], i
     return met, num_operations, faults
 
 
-def run_all(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_all(root, arguments):
     end = arguments.seed + arguments.schedules
     chunks = [range(at, min(at + 500, end)) for at in range(arguments.seed, end, 500)]
     met = Counter()
@@ -773,7 +769,7 @@ def run_all(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> int:
+def main(argv):
     parser = parser_of(__doc__, schedules=1_000_000, seed=1, processes=2)
     parser.add_argument("--replay", type=int, metavar="SEED")
     if (seed := parser.parse_args(argv).replay) is not None:

@@ -7,7 +7,6 @@ The same command on healthy machines must then end with 0 and the losses of an u
 every bit on as many ranks, within 1e-6 on another number.
 """
 
-import argparse
 import json
 import math
 import os
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.extend([str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)])
 
@@ -111,37 +109,37 @@ class Cluster:
         return codes | dict.fromkeys(self.killed, KILLED)
 
 
-def cut_off(cluster: Cluster) -> None:
+def cut_off(cluster):
     cluster.hosts[-1].cut_off()
 
 
-def cut_off_for_a_moment(cluster: Cluster) -> None:
+def cut_off_for_a_moment(cluster):
     """The cut is shorter than the limit, so connections survive."""
     cluster.hosts[-1].cut_off()
     time.sleep(3.0)
     cluster.hosts[-1].plug_in()
 
 
-def kill_last(cluster: Cluster) -> None:
+def kill_last(cluster):
     cluster.kill(cluster.hosts[-1])
 
 
-def kill_first(cluster: Cluster) -> None:
+def kill_first(cluster):
     """The machine where the ranks meet and which decides for all."""
     cluster.kill(cluster.hosts[0])
 
 
-def stop_one(cluster: Cluster) -> None:
+def stop_one(cluster):
     """Send a scheduler's signal to the launcher of one machine. All ranks save and exit."""
     _signal_oldest(cluster.hosts[-1], signal.SIGTERM, f"trainer.launch {cluster.num_ranks} ")
 
 
-def kill_rank(cluster: Cluster) -> None:
+def kill_rank(cluster):
     """Kill a rank that torchrun started."""
     _signal_oldest(cluster.hosts[-1], signal.SIGKILL, "python[^ ]* -u -m trainer ")
 
 
-def _signal_oldest(host: Host, number: signal.Signals, pattern: str) -> None:
+def _signal_oldest(host, number, pattern):
     """Signal the oldest process with this command line, not the loader workers that it forks."""
     subprocess.run(host.entering("pkill", f"-{number.value}", "-o", "-f", pattern), check=True)
 
@@ -221,7 +219,7 @@ class Campaign:
             return cluster.codes(), time.monotonic() - begun
 
 
-def _differences(straight: Path, run_dir: Path, *, is_same_size: bool) -> list[str]:
+def _differences(straight, run_dir, *, is_same_size):
     for hang in run_dir.glob("hang_*"):
         shutil.rmtree(hang)  # stacks of the struck start
     if is_same_size:
@@ -234,7 +232,7 @@ def _differences(straight: Path, run_dir: Path, *, is_same_size: bool) -> list[s
     ]
 
 
-def work(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def work(root, arguments):
     results = {}
     campaign = Campaign(root)
     for case in CASES:

@@ -11,7 +11,7 @@ from pathlib import Path
 import verl_parts
 
 
-def merge(checkpoint: Path, target: str) -> None:
+def merge(checkpoint, target):
     config = import_module("verl.model_merger.base_model_merger").ModelMergerConfig(
         operation="merge",
         backend="fsdp",

@@ -8,7 +8,6 @@ before the shift, and NAME.jinja for each template.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import datasets
 import torch
@@ -18,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 
 
-def main(directory: Path) -> None:
+def main(directory):
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     for name, job in json.loads((directory / "jobs.json").read_text()).items():
         dump(trainer_of(directory, job), directory / f"{name}.jsonl")
 
 
-def dump(trainer: trl.SFTTrainer, path: Path) -> None:
+def dump(trainer, path):
     with path.open("w") as file:
         for row in trainer.train_dataset:
             batch = trainer.data_collator([row])
@@ -33,7 +32,7 @@ def dump(trainer: trl.SFTTrainer, path: Path) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def trainer_of(directory: Path, job: dict[str, Any]) -> trl.SFTTrainer:
+def trainer_of(directory, job):
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     if job["template"]:
         file = f"{job['template']}.jinja"

@@ -22,7 +22,7 @@ _EMPTY_PACKAGES = (
 )
 
 
-def prepare() -> None:
+def prepare():
     """Make verl's files importable one by one, each by its own full name."""
     spec = importlib.util.find_spec("verl")
     assert spec is not None and spec.submodule_search_locations, "this interpreter has no verl"

@@ -143,7 +143,7 @@ def round_to_nf4(file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _drawn_rows(seed: int, count: int) -> list[tuple[list[int], list[bool]]]:
+def _drawn_rows(seed, count):
     """Draw token ids and a mask of the supervised ones, in which at least the last is supervised."""
     generator = random.Random(seed)
     rows = []

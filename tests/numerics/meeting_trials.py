@@ -3,7 +3,6 @@
 import math
 import shutil
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import whole_runs
 from meeting_features import (
@@ -17,13 +16,10 @@ from meeting_features import (
     SAVE_FREQ,
     SOURCES,
     TEST_FREQ,
-    Places,
-    Row,
     ranks_of,
     words_of,
 )
-from plain_training import Definition, Document, Outcome, Rows, load, train
-from torch import Tensor
+from plain_training import Definition, Document, load, train
 from whole_equality import compare_runs
 
 from trainer.data.batch_plan import Schedule, Share
@@ -59,7 +55,7 @@ class Found:
         self.expect(error <= limit, f"{where}: off by {error:.1e}, allowed {limit:.0e}")
 
 
-def defined(row: Row, places: Places) -> Definition:
+def defined(row, places):
     """Return the run that the features describe."""
     repeats = SOURCES[row["sources"]]
     names = ["held", "second"] if row["sources"] == "two" else ["held"]
@@ -83,7 +79,7 @@ def defined(row: Row, places: Places) -> Definition:
     )
 
 
-def documents(row: Row, names: list[str]) -> list[Document]:
+def documents(row, names):
     """Return the rows of these files, in the order of their ids."""
     is_named = row["sources"] == "two"
     return [
@@ -91,7 +87,7 @@ def documents(row: Row, names: list[str]) -> list[Document]:
     ]
 
 
-def limits_of(row: Row, definition: Definition) -> dict[str, float]:
+def limits_of(row, definition):
     """Return norms at which some update is clipped or skipped, well apart from the norms of this
     run.
     """
@@ -104,7 +100,7 @@ def limits_of(row: Row, definition: Definition) -> dict[str, float]:
     return limits | ({"skip": math.sqrt(norms[0] * norms[1])} if row["guard"] == "skips" else {})
 
 
-def tried(row: Row, places: Places, run_dir: Path) -> list[str]:
+def tried(row, places, run_dir):
     """Return the differences from the definition of the run, from the start and resumed at step 3."""
     found = Found()
     definition = defined(row, places)
@@ -144,9 +140,7 @@ def tried(row: Row, places: Places, run_dir: Path) -> list[str]:
     return found.faults
 
 
-def compare(
-    found: Found, row: Row, definition: Definition, expected: Outcome, run_dir: Path, where: str
-) -> None:
+def compare(found, row, definition, expected, run_dir, where):
     """The metrics and trained parameters of a whole run."""
     states = row["states"]
     for kind, rows in (("train", expected.train), ("val", expected.val)):
@@ -165,13 +159,13 @@ def compare(
         found.limit(error.item(), LIMITS["update"] * LOOSE[states], f"{where}, {name}")
 
 
-def logged(run_dir: Path, kind: str) -> Rows:
+def logged(run_dir, kind):
     return {
         row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == kind
     }
 
 
-def compare_rows(found: Found, ours: Rows, wanted: Rows, loose: float, where: str) -> None:
+def compare_rows(found, ours, wanted, loose, where):
     """Compare every number in `wanted`. Counts and the learning rate must be equal, except for
     counts that random rounding changes.
     """
@@ -192,7 +186,7 @@ def compare_rows(found: Found, ours: Rows, wanted: Rows, loose: float, where: st
                 found.expect(error < 1e-9, f"{place}: {ours[step][key]} is not {value}")
 
 
-def exported(path: Path, definition: Definition, expected: Outcome) -> dict[str, Tensor]:
+def exported(path, definition, expected):
     """Return the trained parameters as plain transformers or peft loads them."""
     model = load(path) if definition.adapter is None else load(definition.model, path)
     named = {

@@ -2,9 +2,6 @@
 
 import json
 import struct
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 FILE_HEADER_BYTES = 7
 BLOCK_BYTES = 32768
@@ -14,18 +11,18 @@ LAST = 4
 """Types of the fragment that ends a record."""
 
 
-def files_of(run_dir: Path) -> list[Path]:
+def files_of(run_dir):
     """In order of their start."""
     return sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def records(run_dir: Path, kind: str) -> list[Any]:
+def records(run_dir, kind):
     """The records of a kind in all files."""
     found = [record for path in files_of(run_dir) for record in _records_of(path)]
     return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
 
 
-def _records_of(path: Path) -> Iterator[Any]:
+def _records_of(path):
     """Protobuf records (`wandb_internal_pb2.Record`)."""
     from wandb.proto import wandb_internal_pb2
 
@@ -48,7 +45,7 @@ def _records_of(path: Path) -> Iterator[Any]:
             parts = b""
 
 
-def history(run_dir: Path) -> list[dict[str, Any]]:
+def history(run_dir):
     """The rows logged, with wandb's own `_step` and `_timestamp`."""
     return [
         {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in row.item}
