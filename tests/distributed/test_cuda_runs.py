@@ -33,7 +33,7 @@ ON_CARD = (
 )
 ON_CPU = ("optim.lr=1e-3",)
 IN_FLOAT32 = "model.fsdp_config.param_dtype=float32"
-SETTINGS: dict[str, tuple[str, ...]] = {
+SETTINGS = {
     "as configured": (),
     "recomputed": ("model.enable_gradient_checkpointing=true",),
     "recomputed in part": ("model.enable_gradient_checkpointing=selective",),

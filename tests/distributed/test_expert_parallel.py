@@ -1,7 +1,5 @@
 """Ranks that hold whole experts train, save and export the same as ranks that gather all experts."""
 
-from typing import Any
-
 import pytest
 from family_trials import save_model
 from ranks import each, run_ranks
@@ -26,7 +24,7 @@ FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
 """Families with fused experts; transposed experts with biases; layers with and without experts;
 experts stored separately.
 """
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "defaults": {},
     "frozen experts": {"freeze": ["experts"]},
     "bfloat16 weights and compute": {"master_dtype": "bfloat16", "param_dtype": "bfloat16"},

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 
-EXTRA: dict[str, tuple[str, ...]] = {
+EXTRA = {
     "qwen3_next": (
         "mtp.fc.weight",
         "mtp.norm.weight",

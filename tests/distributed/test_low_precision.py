@@ -1,15 +1,13 @@
 """Runs with moments and parameters in bfloat16."""
 
-from typing import Any
-
 import pytest
 import torch
 from ranks import run_ranks
 from toy import write_model_config
 from toy_runs import Recipe, begun, run
 
-STATES: dict[str, Any] = {"optim": {"state_dtype": "bfloat16"}}
-LOW: dict[str, Any] = STATES | {"model": {"master_dtype": "bfloat16"}}
+STATES = {"optim": {"state_dtype": "bfloat16"}}
+LOW = STATES | {"model": {"master_dtype": "bfloat16"}}
 STEPS = 6
 
 

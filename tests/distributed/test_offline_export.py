@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 from exports import tensors_in
 from ranks import run_ranks
 from toy import (
@@ -30,7 +29,6 @@ from trainer.cli import checkpoint as cli
 from trainer.config import ConfigError
 from trainer.errors import CannotWriteError
 
-Tensors = dict[str, torch.Tensor]
 COMPANIONS = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
 
 

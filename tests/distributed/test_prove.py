@@ -6,8 +6,6 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from test_lora import LORA
@@ -120,7 +118,7 @@ def other_base(export):
 
 
 FILES = "files: huggingface/"
-SPOILED: dict[Callable[[Path], None], tuple[str, bool, set[str]]] = {
+SPOILED = {
     # fault: run, whether the loss of so small a model shows it, the beginnings of the causes
     other_template: ("full", False, {"chat template"}),
     torn: ("full", False, {f"weights: .*{MODEL}", "transformers cannot load it"}),

@@ -3,7 +3,6 @@
 import os
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -109,7 +108,7 @@ def dawdle(world, operation, run_dir):
         time.sleep(2.2)
 
 
-DISTURBED: dict[Any, tuple[int, str, list[str]]] = {
+DISTURBED = {
     take_over: (30, "another run has taken it over", [STAGED_BY_OTHER]),
     truncate_after_report: (30, "optim_world_size_2_rank_1.pt has 1000 bytes", []),
     dawdle: (2, "save took longer than", []),

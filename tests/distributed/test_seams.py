@@ -231,7 +231,7 @@ def test_a_sharded_part_continues_on_any_number_of_ranks(
             torch.testing.assert_close(average, sharded[name], rtol=1e-3, atol=1e-5)
 
 
-REFUSED: dict[type[WeightAverage], str] = {
+REFUSED = {
     Undeclared: "it differs between rank 0 and rank 1",
     ShardedWithOwn: "it differs between rank 0 and rank 1",
     ShardedUndeclared: "if a part holds sharded tensors",

@@ -1,7 +1,5 @@
 """Ranks that share the tokens of a micro-batch train the same as a single rank."""
 
-from typing import Any
-
 import pytest
 from families import family_settings
 from ranks import run_ranks
@@ -20,7 +18,7 @@ from trainer.model.losses import LOSSES
 from trainer.train.start.compose import load_config
 from trainer.train.step import training_step
 
-VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+VARIANTS = {
     "tied head": ("qwen2", {}, {}),
     "fewer key heads than ranks, own head, recomputed": (
         "qwen2",

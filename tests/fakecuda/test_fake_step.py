@@ -5,7 +5,6 @@ GPU.
 """
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from toy import EXPERTS
@@ -15,7 +14,7 @@ _SLIDING = {
     "query_pre_attn_scalar": 64,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": {},
     "qwen3": {},
     "gpt2": {},
@@ -23,7 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 3.0},
     "qwen3_moe": EXPERTS,
 }
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     **{name: {"model_type": name, "changes": changes} for name, changes in FAMILIES.items()},
     "qwen3, three layers": {"changes": {"num_hidden_layers": 3}},
     "llama, three layers": {"model_type": "llama", "changes": {"num_hidden_layers": 3}},
@@ -254,7 +253,7 @@ def test_kernels_of_a_layer_stay_within_their_budget(steps, model_type, budget):
     assert (more["num_kernels"] - less["num_kernels"]) / 2 <= budget
 
 
-PLANS: dict[str, dict[str, Any]] = {
+PLANS = {
     "plain": {},
     "selective, documents shared": {"recompute": "selective", "sequence_size": 2},
     "inputs put away": {"recompute": "offload"},

@@ -6,11 +6,10 @@ other code is the trainer's.
 """
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
-RUNS: dict[str, dict[str, Any]] = {
+RUNS = {
     "one rank": {"num_ranks": 1},
     "replicas": {"num_ranks": 32, "fsdp_size": 8},
     "documents shared, a rollback": {"sequence_size": 2, "trouble_at": 4},

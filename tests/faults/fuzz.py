@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,9 +34,6 @@ LIMIT_S = 5
 LIMIT_MIB = 2048
 INSTRUMENTED = ["trainer", "json", "yaml", "omegaconf", "hydra", "jinja2"]
 """Packages whose branches guide the fuzzer."""
-
-Target = Callable[[bytes, Path], object]
-"""Reads an input; the directory is empty, and no other target uses it."""
 
 
 def instrumented_imports():

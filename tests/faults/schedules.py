@@ -30,7 +30,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -96,8 +95,6 @@ FINGERPRINTS = {"data": "rows"}
 EXPECTED = (ResumableError, CannotWriteError, DistError, SystemExit)
 """Errors with which a run may end, and from which the same command continues."""
 
-Contents = dict[str, bytes]
-
 
 class Fault(BaseException):
     """A promise is broken. No `except` in the code under test catches this."""
@@ -143,7 +140,7 @@ def part(values):
     return SimpleNamespace(state_dict=lambda: values)
 
 
-PARTS: Any = {
+PARTS = {
     "model": part({"weight": torch.zeros(2)}),
     "optimizer": part({"state": {"weight": torch.zeros(2)}}),
     "data": part({}),

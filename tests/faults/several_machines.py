@@ -45,7 +45,6 @@ WORDS = (
 )
 TORCHRUN = ("torchrun", "--standalone", "--max-restarts=2")
 KILLED = "killed"
-Codes = dict[str, int | str]
 
 
 @dataclass

@@ -5,7 +5,6 @@ from the previous checkpoint.
 import os
 import random
 import shutil
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -174,20 +173,20 @@ def test_files_that_do_not_belong_there_change_nothing(real):
 
 
 STEPS = (10, 20, 30)
-MARKS: dict[str, Callable[[Path], object]] = {
+MARKS = {
     "as written": lambda run_dir: None,
     "of the newest missing": lambda run_dir: mark_of(run_dir, 30).unlink(),
     "all missing": lambda run_dir: [mark_of(run_dir, step).unlink() for step in STEPS],
     "with bytes": lambda run_dir: [mark_of(run_dir, step).write_bytes(b"x\0") for step in STEPS],
 }
-FAULTS_OF_OTHERS: dict[str, Callable[[Path], object]] = {
+FAULTS_OF_OTHERS = {
     "no other fault": lambda newest: None,
     "newest has a flipped bit": lambda newest: (newest / layout.DATA).write_bytes(b"data 31"),
     "newest is cut short": lambda newest: os.truncate(newest / layout.DATA, 3),
     "newest has no manifest": lambda newest: (newest / MANIFEST).unlink(),
     "newest is deleted": shutil.rmtree,
 }
-POINTERS: tuple[bytes | None, ...] = (
+POINTERS = (
     *(None, b"", b"\n", b"garbage", b"-1", b"5\n", b"9" * 5000, b"../x", b"/global_step_20"),
     *(b"global_step_20", b"20 10", b"020", b"20.0", "\u0662\u0660".encode(), b"\0\0"),
     *(b"\xff\xfe2\x000\x00", b"25", b"30", b"30\r\n"),

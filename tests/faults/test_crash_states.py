@@ -2,7 +2,6 @@
 
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +34,6 @@ NUM_RESTARTED = short_or_full(12, full=10_000)
 NUM_SAVED_AGAIN = short_or_full(1, full=3)
 """Number of further restarts that are followed by a save."""
 SEED = 0
-Act = Callable[[Run], None]
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def restart_and_save(run):
     save(20)(run)
 
 
-SCENARIOS: dict[str, tuple[int, Act, Act]] = {
+SCENARIOS = {
     "first saves, one kept": (1, save(), save(10, 20, 30)),
     "first saves, two kept": (2, save(), save(10, 20, 30)),
     "fewer kept than before": (1, save(10, 20, 30), save(40)),

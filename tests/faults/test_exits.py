@@ -68,7 +68,7 @@ FOR_A_SECOND = (
     "trainer.total_training_steps=100000",
     "optim.lr_warmup_steps_ratio=0",
 )
-CODES: dict[int, tuple[tuple[str, ...], Before | None]] = {
+CODES = {
     0: ((), None),
     1: ((), crash_in_third_step),
     2: (("trainer.guard.rules=[nonsense]",), None),

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -30,7 +29,6 @@ EARLY = (
     "trainer.save_freq=1",
     "trainer.max_ckpt_to_keep=1",
 )
-Before = Callable[[], None]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +99,7 @@ def kill_before(run_dir, module, name):
     setattr(holder, name, call)
 
 
-SCENARIOS: dict[str, list[Before]] = {
+SCENARIOS = {
     "in a step with a validation": [partial(stop_in_step, 4)],
     "in the last validation": [partial(stop_in_validation, 2)],
     "in a validation and in the owed one": [partial(stop_in_validation, 1)] * 2,

@@ -4,7 +4,6 @@ refusals; costs.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import plain_training
 import pytest
@@ -46,12 +45,10 @@ def plain_model(path, **settings):
     )
 
 
-Ways = dict[int, dict[str, dict[str, Any]]]
-"""{number of ranks: {name: settings of the run}}."""
-
-
 def assert_as_plain(source, adapter, ways):
-    """Training this adapter gives the losses and norms of the plain loop with peft."""
+    """Training this adapter gives the losses and norms of the plain loop with peft, with `ways` =
+    {number of ranks: {name: settings of the run}}.
+    """
     plain = plain_run(source, adapter)
     losses = plain["train/loss"]
     norms = plain["train/grad_norm"]
@@ -63,7 +60,7 @@ def assert_as_plain(source, adapter, ways):
             assert relative(found[1], norms) < 1e-5, way
 
 
-ON_ONE_RANK: Ways = {1: {"one rank": {}, "one document": {"is_packed": False}}}
+ON_ONE_RANK = {1: {"one rank": {}, "one document": {"is_packed": False}}}
 MICRO_BATCHES = {"micro-batches": {"max_samples": 1}}
 RECOMPUTED = {"recomputed": {"enable_gradient_checkpointing": True}}
 

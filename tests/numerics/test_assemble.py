@@ -55,12 +55,12 @@ def built(world, source, leaking_rank, choice):
     return found, lines
 
 
-REFUSALS: dict[str, Exception] = {
+REFUSALS = {
     "kernel": RuntimeError("varlen_attn needs a head size that divides by 8"),
     "value": ValueError("head_dim"),
     "not there": NotImplementedError("varlen_attn on this device"),
 }
-OTHERS: dict[str, Exception] = {
+OTHERS = {
     "memory": torch.OutOfMemoryError("CUDA out of memory"),
     "memory of cuBLAS": RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"

@@ -6,7 +6,6 @@ float64, to the tolerances of `test_invariance.py`.
 """
 
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -56,7 +55,7 @@ def differing(ours, theirs):
     ]
 
 
-EXECUTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+EXECUTIONS = {
     "1 rank": (1, {}),
     "per document, recomputed": (1, {"is_packed": False, "enable_gradient_checkpointing": True}),
     "2 ranks": (2, {"max_samples": 1, "enable_gradient_checkpointing": "selective"}),
@@ -84,7 +83,7 @@ def test_the_router_loss_and_the_loads_are_those_of_the_plain_loop(source, expec
     assert found["moe/router_loss"][0] == 0.0 and min(found["moe/router_loss"][1:]) > 1
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "qwen2_moe": {},
     "mixtral": {},
     "olmoe": {},

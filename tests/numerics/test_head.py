@@ -3,7 +3,6 @@
 Shape suffixes: S supervised positions, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -16,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.model import head as head_module
 from trainer.model.head import LossHead
 from trainer.model.losses import LOSSES, Loss, Term, cross_entropy
-
-Formula = Callable[[Tensor, Tensor], Tensor]
 
 H = 24
 V = 61

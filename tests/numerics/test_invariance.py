@@ -6,7 +6,6 @@ loss and 1e-5 for the norm leave room for twelve steps of training.
 
 import math
 from pathlib import Path
-from typing import Any
 
 import plain_training
 import pytest
@@ -21,7 +20,7 @@ from trainer.data.batch_plan import Schedule
 from trainer.runtime import seeding
 
 STEPS = short_or_full(4, full=8)
-EXECUTIONS: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
+EXECUTIONS = {
     (1, -1): {"one rank, one document a micro-batch": {"max_samples": 1}},
     (2, -1): {
         "two ranks": {"max_samples": 4},

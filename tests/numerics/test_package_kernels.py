@@ -7,7 +7,6 @@ GPU.
 
 import importlib.util
 import sys
-from typing import Any
 
 import pytest
 from family_trials import DOCUMENTS, NUM_TOKENS, SAMPLES, heard, plain_step, save_model
@@ -53,7 +52,7 @@ MAMBA = {
     "mamba_chunk_size": 64,
 }
 NO_HEAD_DIM = {"head_dim": None}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "qwen3_next": ("fla", DELTA_RULE),
     "qwen3_5_text": ("fla", DELTA_RULE),
     "olmo_hybrid": ("fla", {**DELTA_RULE, **NO_HEAD_DIM, "linear_num_key_heads": 4}),

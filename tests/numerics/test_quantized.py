@@ -1,7 +1,6 @@
 """Quantized checkpoints load as transformers dequantizes them, and export as bfloat16."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from trainer.model.adapter_names import base_name
 from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.model.quantized import weights_in
 
-DEQUANTIZED: dict[str, Any] = {
+DEQUANTIZED = {
     "blocks": FineGrainedFP8Config(dequantize=True),
     "experts": FineGrainedFP8Config(dequantize=True),
     "mxfp4": Mxfp4Config(dequantize=True),

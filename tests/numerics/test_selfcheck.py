@@ -2,9 +2,7 @@
 and in bf16.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +19,6 @@ from trainer.model.norm import rms_norm
 
 LINEAR = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
 HYBRID = ("qwen3_5_text", family_settings("qwen3_5_text"))
-Fault = Callable[[], AbstractContextManager[Any]]
 
 
 def _leaking(original):
@@ -110,7 +107,7 @@ def _following_nothing(_):
     return lambda model, is_packed: None
 
 
-FAULTS: dict[str, Fault] = {
+FAULTS = {
     "leak of one token": _wrapped(attention, "packed_attention", _shifted),
     "positions": _wrapped(packed_lm, "forward_arguments", _running_positions),
     "logits": _wrapped(packed_lm, "_is_head_all", lambda _: lambda model: True),
@@ -171,7 +168,7 @@ DYNAMIC_16 = {
     "initializer_range": 0.3,
     "max_position_embeddings": 16,
 }
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+KINDS = {
     "no fault": ("qwen2", UNTIED),
     "no fault, tied": ("qwen2", {}),
     "no fault, dft": ("qwen2", UNTIED),

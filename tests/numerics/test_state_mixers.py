@@ -6,7 +6,6 @@ import inspect
 import itertools
 import sys
 import types
-from typing import Any
 
 import pytest
 import torch
@@ -201,7 +200,7 @@ KERNELS = [causal_conv1d_fn, chunk_gated_delta_rule]
 BAMBA = ("bamba", family_settings("bamba"))
 FAILS = "kernels of Qwen3_5GatedDeltaNet fail the self-check"
 REPLACED = "transformers' slower code replaces them"
-UNUSED: dict[str, tuple[Any, list[Any], str]] = {
+UNUSED = {
     "leaks": (HYBRID, [leaking_conv, chunk_gated_delta_rule], FAILS),
     "refuses bounds": (HYBRID, [causal_conv1d_fn, refusing], FAILS),
     "refuses the CPU": (HYBRID, [failing, failing], FAILS),

@@ -2,9 +2,6 @@
 different model.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from ranks import run_ranks
@@ -14,8 +11,6 @@ from transformers import AutoModelForCausalLM, logging
 
 from trainer.config import ConfigError
 from trainer.model.pretrained import ModelSource
-
-Files = dict[str, torch.Tensor]
 
 
 def save_model(path, model_type="qwen2", *, max_shard_size="1GB", **changes):
@@ -66,7 +61,7 @@ HEAD = "lm_head.weight"
 NORM = "model.norm.weight"
 MASK = {"h.0.attn.bias": torch.ones(1, 1, 4, 4).tril()}
 OTHER_HEAD = {HEAD: torch.ones(160, 64)}
-FORMS: dict[str, Callable[[Path], None]] = {
+FORMS = {
     "one file": saved(),
     "several files": in_files,
     "head repeated": saved(lambda files: {**files, HEAD: files[EMBEDDING].clone()}),
@@ -94,7 +89,7 @@ def cut_short(path):
     file.write_bytes(file.read_bytes()[:-100])
 
 
-FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+FAULTS = {
     "wrong shape": (
         saved(lambda files: files | {NORM: torch.ones(9)}),
         [NORM, "(9,)", "(64,)", "model.safetensors"],

@@ -4,7 +4,6 @@ never step 0.
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def test_the_pointer_is_followed_without_remark(tmp_path):
     assert steps(tmp_path) == [100, 10, 9] and select(tmp_path).notes == ()
 
 
-NEVER_STEP_0: list[Callable[[Path], object]] = [
+NEVER_STEP_0 = [
     lambda run: point(run, "10"),
     lambda run: point(run, ""),
     lambda run: write_unfinished(run, 10),
@@ -88,7 +87,7 @@ def listed(path):
     return [{"path": path, "size_bytes": 0, "sha256": "0" * 64}]
 
 
-REASONS: list[tuple[Callable[[Path], object], str]] = [
+REASONS = [
     (lambda p: os.truncate(p / "data.pt", 2), "data.pt has 2 bytes, but 8 were written"),
     (lambda p: (p / layout.model_file(2, 1)).unlink(), "model_world_size_2_rank_1.pt: No such"),
     (edited("step", 11), "manifest.json: it belongs to step 11"),

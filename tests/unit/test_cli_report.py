@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -18,8 +17,6 @@ from trainer.errors import CannotWriteError
 from trainer.tools.report import analyse as analysis
 from trainer.tools.report.analyse import analyse
 from trainer.train.start.end import write_final_report
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ parts that a template leaves out.
 """
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from chat_families import QWEN3_TAGGED
 from prepared import encoded, sample_of, supervised
 from tokenizer_fixtures import make_tokenizer
 
-Message = dict[str, Any]
 USER = {"role": "user", "content": "hi"}
 ONE = {"role": "assistant", "content": "one"}
 TWO = {"role": "assistant", "content": "two"}

@@ -43,7 +43,7 @@ def json_calls(text):
     return [{"type": "function", "function": {"name": "f", "arguments": text}}]
 
 
-LINES: dict[bytes, str] = {
+LINES = {
     b"\x00\x01\x02\x03": "broken JSON: ",
     b'{"messages": [': "broken JSON: Expecting value: line 1 column 15",
     b'{"messages": "\xff"}': "bad UTF-8: ",
@@ -93,7 +93,7 @@ LINES: dict[bytes, str] = {
         USER, {"role": "assistant", "function_call": {"name": "f"}}
     ): "wrong content type: content of message 2 (assistant) is null",
 }
-FILES: dict[str, tuple[bytes, str]] = {
+FILES = {
     "rows.jsonl.gz": (gzip.compress(MANY)[:-9], "cannot be read after line "),
     "rows.jsonl.zst": (MANY, "cannot be read after line 0: "),
     "none.jsonl": (b"\n\n", "there are no rows in "),

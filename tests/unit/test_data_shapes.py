@@ -4,7 +4,6 @@ import functools
 import gzip
 import json
 import re
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -177,7 +176,7 @@ HIDDEN = [-100, *IDS[1:]]
 TOLD = {"vocabulary_digest": DIGEST}
 EXPECTED = f"{TOKENIZER.decode(IDS[:1])}[[{TOKENIZER.decode(IDS[1:])}]]"
 MASK = [0] + [1] * (NUM_IDS - 1)
-TOKEN_ROWS: list[tuple[dict[str, Any], str]] = [
+TOKEN_ROWS = [
     ({"labels": HIDDEN, **TOLD}, EXPECTED),
     ({"loss_mask": MASK, "attention_mask": [1] * NUM_IDS, **TOLD}, EXPECTED),
     ({"loss_mask": list(map(bool, MASK)), "labels": HIDDEN, **TOLD}, EXPECTED),

@@ -8,7 +8,6 @@ import functools
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +32,6 @@ WORDS = [
     "def f(x):\n    return x",
 ]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-Message = dict[str, Any]
 
 
 def generated_row(family, draw):

@@ -5,12 +5,10 @@ The same targets hold for families that were not used to develop the rules.
 benchmarks/guard_calibration.py has 200 runs per family.
 """
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 import pytest
 from curves import BIMODAL, HELD_OUT, TUNED, Curve, spike
-from guard_trials import FAULTS, Family, Outcome, per_10k, precision, recall, trial, watch
+from guard_trials import FAULTS, per_10k, precision, recall, trial, watch
 from sweeps import short_or_full
 
 from trainer.train.detection import Level
@@ -31,7 +29,6 @@ GROUPS = {
     "tuned": [family for family in TUNED if family[0] not in BIMODAL],
     "held out": list(HELD_OUT),
 }
-Outcomes = Mapping[Family, Sequence[Outcome]]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ machine.
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -75,8 +74,7 @@ WORDS += ["trainer.default_local_dir=run"]
 BASE = load_config(WORDS)
 MINE = "model.partial_pretrain=./model"
 POINTER = "run/latest_checkpointed_iteration.txt"
-Plant = Callable[[Scene], object]
-FAULTS: dict[str, tuple[str, Plant, str, str]] = {
+FAULTS = {
     # name: words, what is done, the check that finds it (! fails, ? warns), words of what it says
     # and how to mend it
     "no card": (

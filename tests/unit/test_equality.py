@@ -4,7 +4,6 @@ import math
 import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -116,7 +115,7 @@ def test_the_last_bit_of_a_step_counts(runs, key):
     assert differences(runs) == [f"step 3, train/{key}: {value!r} and {changed!r}"]
 
 
-CHANGES: dict[str, Callable[[Path], object]] = {
+CHANGES = {
     r"model_world_size_2_rank_1\.pt, model\.\S+: numbers differ": (
         lambda path: flip(path / layout.model_file(2, 1))
     ),

@@ -7,7 +7,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -49,7 +48,6 @@ in_bubblewrap = pytest.mark.skipif(
     not has_bubblewrap(), reason="bubblewrap is not installed or may not run"
 )
 SYSTEM_PYTHON = "/usr/bin/python3"
-Judge = Callable[[str, list[str]], str]
 
 
 @pytest.fixture(autouse=True)

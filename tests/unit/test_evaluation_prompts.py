@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -44,7 +43,6 @@ ROWS = {
     "another template": ({"messages": CHAT}, ("data.chat_template=chatml",)),
 }
 ASKING = ["--score", "exact", "--engine", "vllm"]
-Ask = Callable[..., int]
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Floating-point operations of a step, against torch's count over transformers' own model."""
 
-from typing import Any
-
 import pytest
 import torch
 from families import FAMILIES as ALL_FAMILIES
@@ -18,7 +16,7 @@ TOKENS = 32
 REFUSED = {"dory"}
 """Families whose training is refused."""
 FULL = {"layer_types": ["full_attention"] * 2}
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "qwen2_moe": {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
     "gpt_oss": FULL,
     "deepseek_v3": {"n_shared_experts": 1},

@@ -5,8 +5,6 @@ check.
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from checkpoint_fakes import save
@@ -59,7 +57,7 @@ def words(tmp_path):
     return words
 
 
-CHANGES: dict[str, Callable[[Path], object]] = {
+CHANGES = {
     "more rows": lambda root: (root / "rows.jsonl").write_text("{}\n{}\n"),
     "a damaged checkpoint": lambda root: (root / "run/global_step_4/data.pt").write_text(""),
     "a pointer moved back": lambda root: (root / "run" / POINTER).write_text("2"),

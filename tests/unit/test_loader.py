@@ -5,7 +5,6 @@ import multiprocessing
 import tempfile
 from io import BytesIO
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ TWO_EPOCHS = 6
 UNLIMITED = Limits(None, None)
 
 
-SHORT: Any = SimpleNamespace(
+SHORT = SimpleNamespace(
     sample=lambda index: (np.arange(3), np.ones(3, dtype=bool)), source_of=np.zeros_like
 )
 """Documents of three tokens."""

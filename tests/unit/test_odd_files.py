@@ -4,9 +4,7 @@ huge or nested content.
 
 import os
 import socket
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from checkpoint_fakes import save, write_unfinished
@@ -39,7 +37,7 @@ def make_huge(path):
     os.truncate(path, 2**40)
 
 
-KINDS: dict[str, Callable[[Path], object]] = {
+KINDS = {
     "FIFO": os.mkfifo,
     "directory": os.mkdir,
     "socket": make_socket,
@@ -100,7 +98,7 @@ def launch(run_dir):
     heartbeat.is_live(run_dir)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
+COMMANDS = {
     "ls": checkpoint.main,
     "ls --json": checkpoint.main,
     "verify": checkpoint.main,
@@ -108,7 +106,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "": report.main,
 }
 """{arguments before the run directory: command}."""
-PARTS: dict[str, Callable[[Path], object]] = {
+PARTS = {
     "the launcher": launch,
     "the choice of a checkpoint": choice.select,
     "the rollbacks": rollback.read,

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from report_curves import changed, checkpoints, controller_run, grpo_run, sft_run, swift_run
 from report_faults import (
-    Change,
     both,
     but,
     fill,
@@ -28,7 +27,7 @@ from report_faults import (
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
 from trainer.tools.report.readers.parsing import guessed
-from trainer.tools.report.run_log import LogEvent, RunLog, Series
+from trainer.tools.report.run_log import LogEvent, Series
 
 STEPS = np.arange(1, 2001)
 ROWS = np.arange(grpo_run(0).num_rows)
@@ -90,7 +89,7 @@ FORMS = 0.3 + 0.6 * (ROWS - 600).clip(0) / 600 + normal(0.03, len(ROWS))
 FAR_KL = grpo_run(0).series["kl"].values * np.where(ROWS >= 700, 500, 1)
 NEAR = changed(without(grpo_run(0), "kl"), **{"actor/approxkl": 1e-3 + 1e-4 * np.sin(ROWS)})
 LEAK = validated(0.7 * sft_run(2).series["val/loss"].values)
-ONSETS: dict[str, tuple[RunLog, str, int, float]] = {
+ONSETS = {
     "a rate of zero": (rates(np.where(STEPS < 1200, 1e-5, 0.0)), "lr_schedule:zero", 1200, 0),
     "an SFT gradient that stays high": (
         sft(times("train/grad_norm", np.where(STEPS <= 1000, 1.0, 300.0))),
@@ -177,7 +176,7 @@ HEALTHY_RATES = {
     "cycles with a warm-up": np.tile(np.minimum(STEPS[:1000] / 100, 1.1 - STEPS[:1000] / 1000), 2),
     "no schedule": np.random.default_rng(5).random(2000),
 }
-CASES: dict[str, tuple[RunLog, str, str]] = {
+CASES = {
     "rates printed with three decimals": (rates(np.zeros(2000)), "", "lr_schedule:zero"),
     "rates printed with eight decimals": (
         rates(np.round(1e-6 * COSINE, 8)), "", "lr_schedule:zero",
@@ -454,7 +453,7 @@ def test_regular_pauses_of_two_kinds_are_no_stalls_and_slow_tokens_are():
 
 AFTER = STEPS >= 1200
 GRAD_RISES = times("train/grad_norm", np.where(AFTER, 60.0, 1.0))
-ORDERS: dict[str, tuple[Change, str, str]] = {
+ORDERS = {
     "a gradient that rises with a jump of the loss": (
         both(JUMP, times("train/grad_norm", np.where(STEPS > 900, 60.0, 1.0))),
         "grad_high:rise", "warn",

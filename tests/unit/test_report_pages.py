@@ -33,7 +33,6 @@ MAX_PAGE_BYTES = 1_500_000
 HOSTILE = 'x/<script>alert("1")</script>&\x1b[31m[red]$\\frac{1}{0}$'
 
 Run = tuple[Report, RunLog]
-BEST = 750
 SPIKE = 1379
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from report_curves import changed, checkpoints, controller_run, overfitting_example, sft_run
-from report_faults import CHANGES, Change, both, but, fill, line, put, sft, times, told, validated
+from report_faults import CHANGES, both, but, fill, line, put, sft, times, told, validated
 from sweeps import some
 
 from trainer.tools.report.analyse import analyse
@@ -90,7 +90,7 @@ def test_a_healthy_run_passes_all_lines_of_the_checklists():
 
 
 FAULTS = CHANGES["sft"]
-CHECKLIST_FAULTS: dict[str, Change] = {
+CHECKLIST_FAULTS = {
     "loss_falls": put("train/loss", slice(0, 100), np.linspace(1.5, 2.4, 100)),
     "rate_rises": put("train/lr", slice(50, 100), 1e-8),
     "gradient_in_range": FAULTS["grad_range"],

@@ -7,7 +7,6 @@ import os
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,8 +28,8 @@ class FakeCuda:
 
     def __init__(self, monkeypatch):
         self._current = threading.local()
-        self.waits: list[tuple[str, Any]] = []
-        self.locked: dict[int, int] = {}
+        self.waits = []
+        self.locked = {}
         cuda = self
 
         class Event:

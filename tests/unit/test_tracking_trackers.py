@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
 from types import ModuleType
@@ -26,7 +25,6 @@ from trainer.errors import EXIT_DONE
 from trainer.tracking import Tracking, read_metrics
 from trainer.tracking.backend import Sink
 
-Series = dict[str, list[tuple[int, float]]]
 """{metric: its (step, value) in order}"""
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -113,7 +111,7 @@ def forget_trackio_runs():
         storage.delete_run("project", run["name"], run["id"])
 
 
-READERS: dict[str, Callable[[Path], Series]] = {
+READERS = {
     "tensorboard": tensorboard,
     "mlflow": mlflow,
     "wandb": wandb,

@@ -19,8 +19,8 @@ class Server:
     url = "https://wandb.example/team/project/runs/1"
 
     def __init__(self):
-        self.rows: list[dict[str, float]] = []
-        self.ids: set[str] = set()
+        self.rows = []
+        self.ids = set()
         self.step = 0
 
     def init(self, **settings):
