@@ -26,7 +26,6 @@ os.environ[MARK] = str(os.getpid())
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ENDED_WITHIN_S = 10.0
-REPOSITORY = Path(__file__).resolve().parent.parent
 FAST = frozenset(
     [
         "architecture/test_config_keys.py",
@@ -132,11 +131,6 @@ def no_rank_is_left():
     yield
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-
-
-@pytest.fixture(scope="session")
-def repository():
-    return REPOSITORY
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import re
 import shlex
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from repository import REPOSITORY
+
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 """Every command block on these pages is executed, or states what it needs
 (tests/e2e/test_pages.py).

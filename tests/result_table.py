@@ -6,12 +6,11 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+from repository import REPOSITORY
 from result_file import write_result
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "models.md"
 PACKAGES = ("torch", "transformers", "peft")
 Entry = dict[str, Any]

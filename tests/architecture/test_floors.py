@@ -5,14 +5,13 @@ tree, and over an example that it must reject.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import source_rules as rules
+from repository import REPOSITORY
 
 from trainer.data.token_cache import TOKEN_MODULES
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 FREE_OF_TORCH = (
     "trainer.config",
     "trainer.errors",

@@ -5,11 +5,10 @@ move.
 """
 
 import ast
-from pathlib import Path
 
+from repository import REPOSITORY
 from source_rules import tree_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PRIVATE = {
     "torch.distributed.tensor._utils": (
         "the slice of a DTensor that a rank holds", "numerics/test_weights.py"

@@ -6,9 +6,9 @@ Packing lines does not save tokens, so a ceiling here never makes code denser.
 import ast
 import io
 import tokenize
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from repository import REPOSITORY
+
 MAX_TOKENS = {"trainer": 181_850, "tests": 235_300}
 FREE = {
     tokenize.COMMENT,

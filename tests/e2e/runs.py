@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 from processes import wait_until
+from repository import REPOSITORY
 from whole_runs import curve
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SMALL = (
     "data.train_max_samples=96",
     "data.train_batch_size=4",

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import whole_runs
 from processes import wait_until
-from runs import REPOSITORY, environment, processes_of
+from repository import REPOSITORY
+from runs import environment, processes_of
 
 from trainer.cli import doctor
 from trainer.tools.verify import checks, training

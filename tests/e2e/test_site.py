@@ -2,9 +2,8 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from repository import REPOSITORY
 
 
 def test_the_site_builds_without_a_warning(tmp_path):

@@ -9,6 +9,7 @@ import fake_cuda
 import fake_kernels
 import torch
 from kernel_terms import insist
+from repository import REPOSITORY
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
@@ -32,7 +33,6 @@ _VARLEN = inspect.signature(varlen._varlen_attn._init_fn)
 UPDATES = ("aten._fused_adamw_.",)
 COLLECTIVES = ("c10d.", "_c10d_functional.")
 NO_COLLECTIVES = ("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor")
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Watch(TorchDispatchMode):

@@ -25,7 +25,6 @@ from trainer.train.start.inputs import prepare_inputs
 from trainer.train.start.preflight import TEMPLATES
 
 LIMIT_S = 30.0
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_ROWS = 40
 TEMPLATE = (TEMPLATES / "chatml.jinja").read_text()
 WORDS = (

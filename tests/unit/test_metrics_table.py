@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from acceptance.table import all_lines
+from repository import REPOSITORY
 
 from trainer.tools.report.vocabulary import meaning
 from trainer.tracking import Tracking, metrics, read_metrics
@@ -123,7 +124,7 @@ def test_values_of_ranks_become_one(way, values, expected):
 
 
 @pytest.mark.covers("S1.6")
-def test_the_docs_say_how_to_open_tensorboard(repository):
-    text = (repository / "docs/tracking.md").read_text(encoding="utf-8")
+def test_the_docs_say_how_to_open_tensorboard():
+    text = (REPOSITORY / "docs/tracking.md").read_text(encoding="utf-8")
     assert "tensorboard --logdir=" in text and "--port=6006" in text
     assert "VS Code" in text and "Cursor" in text

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+from repository import REPOSITORY
+
 TRY_ALL = """
 import sys
 from trainer.launch import __main__ as launch
@@ -65,7 +67,7 @@ MISTAKES = {  # overrides, separated by tabs: exit code, and a part of the messa
 }
 
 
-def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path, repository):
+def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path):
     (tmp_path / "rows.csv").write_text("a,b\n")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "empty.jsonl").touch()
@@ -87,7 +89,7 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path,
     done = subprocess.run(
         [sys.executable, "-c", TRY_ALL],
         input="\n".join(MISTAKES),
-        env={**os.environ, "PYTHONPATH": str(repository)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -1,13 +1,11 @@
 """Every recipe composes, and the recipe for the 7B coder has the required values."""
 
-from pathlib import Path
-
 import pytest
+from repository import REPOSITORY
 
 from trainer.config import QUICKSTART, RowKeys, sources_of
 from trainer.train.start.compose import load_config
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (REPOSITORY / "conf/experiment").glob("*.yaml"))
 
 

@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from processes import wait_until
+from repository import REPOSITORY
 
 from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
 from trainer.runtime.processes import is_alive
@@ -36,7 +36,7 @@ def status():
 def run(program, *, status=None):
     own = {VARIABLE, "LOCAL_RANK"}
     env = {name: value for name, value in os.environ.items() if name not in own}
-    env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = str(REPOSITORY)
     if status is not None:
         env[VARIABLE] = status.address
     command = [sys.executable, "-c", PRELUDE + program]

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from repository import REPOSITORY
 
 from trainer.config import ConfigError
 from trainer.runtime import json_lines
@@ -276,9 +277,9 @@ def test_backends_that_hang_delay_neither_steps_nor_the_end(tmp_path, monkeypatc
     assert len(losses(tmp_path)) == 100
 
 
-def test_the_advice_names_the_packages_of_the_extra(repository):
+def test_the_advice_names_the_packages_of_the_extra():
     """An unregistered name on a package index could belong to anyone."""
-    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for name in ("tensorboard", "mlflow", "trackio"):
         assert facade.BACKENDS[name].install == " ".join(f"'{text}'" for text in extras[name])

@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 import wandb_files
 from killed_run import STEPS, log_steps, train_row, val_row
+from repository import REPOSITORY
 from sweeps import short_or_full
 from tensorboard.summary.writer import event_file_writer
 
@@ -27,7 +28,6 @@ from trainer.tracking.backend import Sink
 
 """{metric: its (step, value) in order}"""
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 KILLS = ((1, 6), (5, 9), (7, 11))
 """First and last step of the killed attempts. The last attempt continues from step 6."""
 CONFIG = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["wandb"]}}
