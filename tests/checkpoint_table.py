@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def _layer(number):
 
 
 _TIED = {"tie_word_embeddings": True}
-CHECKPOINTS: dict[str, Replica] = {
+CHECKPOINTS = {
     "Qwen/Qwen2.5-7B-Instruct": Replica("qwen2"),
     "Qwen/Qwen2.5-0.5B-Instruct": Replica("qwen2", changes=_TIED),
     "Qwen/Qwen3-8B": Replica("qwen3"),
@@ -106,7 +105,7 @@ CHECKPOINTS: dict[str, Replica] = {
 }
 
 
-def write_replica(root: Path, replica: Replica) -> None:
+def write_replica(root, replica):
     """Write the replica as it is published, and `plain`, the model that its weights stand for."""
     published = root / "model"
     if replica.is_whole:
@@ -129,7 +128,7 @@ def write_replica(root: Path, replica: Replica) -> None:
     save_file(files, root / "plain" / "model.safetensors", {"format": "pt"})
 
 
-def load(replica: Replica, directory: Path) -> tuple[Any, list[str]]:
+def load(replica, directory):
     """Load a model by its own class; return it, and the keys that do not fit."""
     auto = AutoModelForMultimodalLM if replica.is_whole else AutoModelForCausalLM
     model, info = auto.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
@@ -138,7 +137,7 @@ def load(replica: Replica, directory: Path) -> tuple[Any, list[str]]:
     return model, [f"load: {unfit}, {unexpected}"] if unfit or unexpected else []
 
 
-def export_faults(replica: Replica, root: Path, export: Path) -> list[str]:
+def export_faults(replica, root, export):
     """Compare names and untrained tensors of an export of the whole model with the source."""
     source = tensors_in(root / "plain")
     exported = tensors_in(export)
@@ -152,7 +151,7 @@ def export_faults(replica: Replica, root: Path, export: Path) -> list[str]:
     return faults + load(replica, export)[1]
 
 
-def try_full(root: Path, replica: Replica) -> list[str]:
+def try_full(root, replica):
     faults = interrupted_faults(root, root / "model")
     if replica.form != "bf16":
         train(root / "unquantized", 2, *words_of_run(root, root / "plain"))
@@ -162,11 +161,11 @@ def try_full(root: Path, replica: Replica) -> list[str]:
     return faults + export_faults(replica, root, export)
 
 
-def interrupted_faults(root: Path, model: Path, *words: str) -> list[str]:
+def interrupted_faults(root, model, *words):
     return [f"resume: {difference}" for difference in interrupted_run(root, model, *words)]
 
 
-def try_lora(root: Path, replica: Replica) -> list[str]:
+def try_lora(root, replica):
     model = root / "model"
     faults = interrupted_faults(root, model, *LORA)
     checkpoint = root / "straight" / "global_step_6"
@@ -190,10 +189,10 @@ def try_lora(root: Path, replica: Replica) -> list[str]:
     return faults + export_faults(replica, root, merged)
 
 
-TRIALS: dict[str, Callable[[Path, Replica], list[str]]] = {"full": try_full, "LoRA": try_lora}
+TRIALS = {"full": try_full, "LoRA": try_lora}
 
 
-def attempt(names: list[str]) -> list[dict[str, Any]]:
+def attempt(names):
     """Return the faults of each trial of a checkpoint; none if all holds."""
     entry = {}
     replica = CHECKPOINTS[names[0]]
@@ -209,11 +208,11 @@ def attempt(names: list[str]) -> list[dict[str, Any]]:
     return [entry]
 
 
-def faults_of(entry: dict[str, Any]) -> list[str]:
+def faults_of(entry):
     return [f"{kind}: {fault}" for kind, faults in entry.items() for fault in faults]
 
 
-def table(results: dict[str, Any]) -> list[str]:
+def table(results):
     entries = {name: results["checkpoints"].get(name, {}) for name in CHECKPOINTS}
     counts = {kind: sum(entry.get(kind) == [] for entry in entries.values()) for kind in TRIALS}
     lines = [

@@ -3,12 +3,10 @@
 `TUNED` families were used to develop the rules; `HELD_OUT` ones must only ever be measured.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
-from numpy.random import Generator
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
@@ -92,7 +90,7 @@ def _wander(rng, num_steps):
     return 2.0 * np.exp(walk) * (1 + rng.normal(0, 0.05, num_steps))
 
 
-LOSSES: dict[str, Callable[[Generator, int], Values]] = {
+LOSSES = {
     "gauss": lambda rng, n: _level(n) * (1 + rng.normal(0, 0.05, n)),
     "student": lambda rng, n: _level(n) * np.maximum(1 + 0.07 * rng.standard_t(4, n), 0.2),
     "lognormal": lambda rng, n: _level(n) * np.exp(rng.normal(0, 0.25, n)),
@@ -110,7 +108,7 @@ LOSSES: dict[str, Callable[[Generator, int], Values]] = {
     "five_sources": _five_sources,
     "wander": _wander,
 }
-GRADS: dict[str, Callable[[Generator, int], Values]] = {
+GRADS = {
     "normal": lambda rng, n: 2 * np.exp(rng.normal(0, 0.3, n)),
     "heavy": lambda rng, n: 2 * np.exp(0.3 * rng.standard_t(5, n) / (5 / 3) ** 0.5),
     "gamma": lambda rng, n: 0.5 * (1 + np.arange(n) / 1000) * rng.gamma(8, 1 / 8, n),

@@ -17,7 +17,7 @@ from toy import VOCAB
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-COMMON: dict[str, Any] = {
+COMMON = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -38,35 +38,35 @@ def _of(value, *names):
     return dict.fromkeys(names, value)
 
 
-SIZES: dict[str, Any] = {
-    **_of(1, "n_group", "topk_group", "mamba_n_groups", "num_dense_layers", "indexer_kv_heads"),
-    **_of(1, "n_layers_per_attn_res_block"),
-    **_of(2, "num_experts_per_tok", "moe_k", "moe_topk", "moe_num_shared_experts"),
-    **_of(2, "zero_expert_num", "index_n_heads", "index_topk_blocks", "indexer_n_heads"),
-    **_of(2, "linear_num_key_heads", "mamba_expand", "n_mamba_heads", "n_groups", "o_groups"),
-    **_of(2, "hc_mult", "hc_count", "swa_num_key_value_heads", "altup_num_inputs", "num_layers"),
-    **_of(2, "heads_per_ngram", "split_ngram_parts"),
-    **_of(3, "mamba_d_conv"),
-    **_of(4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    **_of(4, "qk_rope_head_dim", "rotary_dim", "num_heads", "swa_num_attention_heads", "d_rel"),
-    **_of(4, "linear_num_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
-    **_of(4, "window_size", "sliding_window_size", "attention_window_size", "index_block_size"),
-    **_of(4, "gated_norm_rank", "laurel_rank", "adapter_rank", "indexer_compress_ratio"),
-    **_of(4, "prompt_types", "prompt_length", "segment_types"),
-    **_of(8, "q_lora_rank", "kv_lora_rank", "o_lora_rank", "qk_nope_head_dim", "v_head_dim"),
-    **_of(8, "index_topk", "index_head_dim", "indexer_head_dim", "indexer_budget", "hc_lowrank"),
-    **_of(8, "mamba_d_state", "mamba_chunk_size", "chunk_size", "state_size", "ssm_state_size"),
-    **_of(8, "linear_head_dim", "linear_key_head_dim", "linear_value_head_dim", "swa_head_dim"),
-    **_of(8, "attention_chunk_size", "block_size", "local_attention", "keep_window_size"),
-    **_of(8, "dim_head", "kv_channels", "query_pre_attn_scalar", "hidden_size_per_layer_input"),
-    **_of(8, "make_ngram_vocab_size_divisible_by", "ffn_round_up_to_multiple_of"),
-    **_of(16, "moe_intermediate_size", "expert_ffn_hidden_size", "router_hidden_size"),
-    **_of(16, "shared_expert_intermediate_size", "shared_experts_intermediate_size"),
-    **_of(16, "moe_shared_expert_intermediate_size", "mamba_d_head", "mamba_head_dim"),
-    **_of(16, "rel_extent", "block_multiple_of", "word_embed_proj_dim"),
-    **_of(48, "dim_ff", "dff", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"),
-    **_of(48, "dense_intermediate_size"),
-    **_of(64, "mamba_d_ssm", "ngram_vocab_size_base"),
+_SIZES = {
+    1: """n_group topk_group mamba_n_groups num_dense_layers indexer_kv_heads
+        n_layers_per_attn_res_block""",
+    2: """num_experts_per_tok moe_k moe_topk moe_num_shared_experts zero_expert_num index_n_heads
+        index_topk_blocks indexer_n_heads linear_num_key_heads mamba_expand n_mamba_heads n_groups
+        o_groups hc_mult hc_count swa_num_key_value_heads altup_num_inputs num_layers
+        heads_per_ngram split_ngram_parts""",
+    3: "mamba_d_conv",
+    4: """num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim rotary_dim
+        num_heads swa_num_attention_heads d_rel linear_num_heads linear_num_value_heads
+        mamba_n_heads mamba_num_heads window_size sliding_window_size attention_window_size
+        index_block_size gated_norm_rank laurel_rank adapter_rank indexer_compress_ratio
+        prompt_types prompt_length segment_types""",
+    8: """q_lora_rank kv_lora_rank o_lora_rank qk_nope_head_dim v_head_dim index_topk index_head_dim
+        indexer_head_dim indexer_budget hc_lowrank mamba_d_state mamba_chunk_size chunk_size
+        state_size ssm_state_size linear_head_dim linear_key_head_dim linear_value_head_dim
+        swa_head_dim attention_chunk_size block_size local_attention keep_window_size dim_head
+        kv_channels query_pre_attn_scalar hidden_size_per_layer_input
+        make_ngram_vocab_size_divisible_by ffn_round_up_to_multiple_of""",
+    16: """moe_intermediate_size expert_ffn_hidden_size router_hidden_size
+        shared_expert_intermediate_size shared_experts_intermediate_size
+        moe_shared_expert_intermediate_size mamba_d_head mamba_head_dim rel_extent
+        block_multiple_of word_embed_proj_dim""",
+    48: """dim_ff dff ffn_dim ffn_hidden_size intermediate_size_mlp dense_intermediate_size""",
+    64: "mamba_d_ssm ngram_vocab_size_base",
+}
+"""{value: settings that have it}"""
+SIZES = {
+    **{name: value for value, names in _SIZES.items() for name in names.split()},
     **_of([1], "attn_layer_indices", "moe_layers", "ple_layer_ids"),
     **_of(True, "mup_enabled", "mamba_rms_norm"),
     "vocab_size_per_layer_input": VOCAB,
@@ -110,27 +110,12 @@ _HYBRID = {
 }
 _HYBRID_WINDOWS = {"layer_types": ["hybrid_sliding", "hybrid"]}
 _DBRX_EXPERTS = {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
-_USUAL_TIED = [
-    "biogpt",
-    "bloom",
-    "cpmant",
-    "ctrl",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "gemma",
-    "gpt-sw3",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gpt_neox_japanese",
-    "mpt",
-    "openai-gpt",
-    "opt",
-    "smollm3",
-    "xglm",
-]
-FAMILIES: dict[str, dict[str, Any]] = {
-    **_of(_TIED, *_USUAL_TIED),
+_USUAL_TIED = """
+    biogpt bloom cpmant ctrl ernie4_5 ernie4_5_moe gemma gpt-sw3 gpt2 gpt_bigcode gpt_neo
+    gpt_neox_japanese mpt openai-gpt opt smollm3 xglm
+"""
+FAMILIES = {
+    **_of(_TIED, *_USUAL_TIED.split()),
     **_of(_WINDOWS, "afmoe", "exaone4", "exaone_moe", "kolibri1"),
     **_of(_WINDOWS, "laguna", "mellum", "ministral"),
     **_of(_NO_HEAD_DIM, "bamba", "olmo2", "phi", "stablelm"),
@@ -270,7 +255,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zamba2": {**_HYBRID, "n_mamba_heads": 4},
     "zaya": {**_TIED, **_HYBRID_WINDOWS, "num_experts_per_tok": 1, "sliding_window": 4},
 }
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "granitemoehybrid attention": {
         **FAMILIES["granitemoehybrid"],
         "layer_types": ["attention"] * 2,
@@ -290,65 +275,28 @@ VARIANTS = {
     for name, settings in VARIANTS.items()
     if name.split()[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 }
-LEFT_OUT = {
-    "of several parts, whose text part is tried under a name of its own": [
-        "dots3_note",
-        "gemma3",
-        "gemma3n",
-        "gemma4",
-        "gemma4_unified",
-        "got_ocr2",
-        "llama4",
-        "fuyu",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen4_exp",
-    ],
-    "of several parts, whose text part has no name of its own in that list": [
-        "emu3",
-        "mllama",
-        "git",
-        "phi4_multimodal",
-    ],
-    "bytes in patches: four models in one": ["blt"],
-    "drafts tokens for another model": ["gemma4_assistant", "gemma4_unified_assistant"],
-    "audio": ["moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody"],
-    "the decoder of an encoder-decoder": [
-        "bart",
-        "bigbird_pegasus",
-        "blenderbot",
-        "blenderbot-small",
-        "marian",
-        "mbart",
-        "mvp",
-        "pegasus",
-        "plbart",
-        "prophetnet",
-        "trocr",
-        "whisper",
-    ],
-    "an encoder, which sees later tokens": [
-        "bert",
-        "bert-generation",
-        "big_bird",
-        "camembert",
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "megatron-bert",
-        "reformer",
-        "rembert",
-        "roberta",
-        "roberta-prelayernorm",
-        "roc_bert",
-        "roformer",
-        "xlm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xlnet",
-        "xmod",
-    ],
+_LEFT_OUT = {
+    "of several parts, whose text part is tried under a name of its own": """
+        dots3_note gemma3 gemma3n gemma4 gemma4_unified got_ocr2 llama4 fuyu qwen3_5 qwen3_5_moe
+        qwen4_exp
+    """,
+    "of several parts, whose text part has no name of its own in that list": """
+        emu3 mllama git phi4_multimodal
+    """,
+    "bytes in patches: four models in one": "blt",
+    "drafts tokens for another model": "gemma4_assistant gemma4_unified_assistant",
+    "audio": "moshi moss_transcribe_diarize musicgen musicgen_melody",
+    "the decoder of an encoder-decoder": """
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet
+        trocr whisper
+    """,
+    "an encoder, which sees later tokens": """
+        bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer
+        rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet
+        xmod
+    """,
 }
+LEFT_OUT = {reason: names.split() for reason, names in _LEFT_OUT.items()}
 _NAMED = {*FAMILIES, *itertools.chain(*LEFT_OUT.values())}
 FAMILIES |= _of({}, *(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - _NAMED))
 # an older transformers has fewer; its Doge is not causal, and the self-check refuses it

@@ -120,7 +120,7 @@ def export_faults(checkpoint: Path) -> list[str]:
     return faults + [f"differs from the shards: {name}" for name in unequal]
 
 
-def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+def whole_state(checkpoint):
     """Return the parameters of all ranks' shards, joined without the trainer's code."""
     from torch.distributed.tensor import DTensor
 

@@ -80,7 +80,7 @@ def plain_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), grads
 
 
-def dealt(world, *, together: bool) -> list[list[int]]:
+def dealt(world, *, together):
     """The documents of this rank's micro-batches: as many on every rank, none in those of a
     rank that has none left.
     """
@@ -92,7 +92,7 @@ def dealt(world, *, together: bool) -> list[list[int]]:
     return [[[first], [second]], [[third], []]][world.rank]
 
 
-def our_step(world, model, *, together: bool) -> tuple[float, dict[str, torch.Tensor]]:
+def our_step(world, model, *, together):
     """(mean loss, gradients) of the model that the trainer built. Collective."""
     model.train()
     model.zero_grad()

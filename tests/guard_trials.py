@@ -17,7 +17,7 @@ WATCHED_STEPS = 300
 """A fault counts as missed if it is not found within this many steps."""
 Family = tuple[str, str]
 Fault = Callable[[Curve], Curve]
-FAULTS: Mapping[str, Fault] = {
+FAULTS = {
     "spike x2, gradient x8": partial(curves.spike, at=FAULT_STEP, loss=2, grad=8),
     "spike x3, gradient x27": partial(curves.spike, at=FAULT_STEP, loss=3, grad=27),
     "spike x5, gradient x125": partial(curves.spike, at=FAULT_STEP, loss=5, grad=125),

@@ -7,7 +7,7 @@ that the trainer does not log keeps our name.
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import starmap
 from pathlib import Path
@@ -17,7 +17,6 @@ import numpy as np
 
 from trainer.tools.report.run_log import Series
 
-Curves = Mapping[str, Series]
 Row = dict[str, Any]
 HF_NAMES = {
     "train/loss": "loss",
@@ -56,7 +55,7 @@ def make_curves(*, num_steps: int = 200) -> dict[str, Series]:
     }
 
 
-def rows_of(curves: Curves, names: Mapping[str, str]) -> Iterator[tuple[int, Row]]:
+def rows_of(curves, names):
     """Yield (step, metrics) in order of steps. A validation is a separate row after the training
     row.
     """
@@ -76,7 +75,7 @@ def write_lines(path: Path, rows: Iterable[Row | str]) -> Path:
     return path
 
 
-def write_own(directory: Path, curves: Curves) -> Path:
+def write_own(directory, curves):
     def line(step, metrics):
         kind = "val" if "val/loss" in metrics else "train"
         nonfinite = {key: str(value) for key, value in metrics.items() if not math.isfinite(value)}
@@ -86,7 +85,7 @@ def write_own(directory: Path, curves: Curves) -> Path:
     return write_lines(directory / "metrics.jsonl", starmap(line, rows_of(curves, {})))
 
 
-def write_swift(directory: Path, curves: Curves) -> Path:
+def write_swift(directory, curves):
     total = max(series.ends[1] for series in curves.values())
 
     def line(step, metrics):
@@ -102,7 +101,7 @@ def write_swift(directory: Path, curves: Curves) -> Path:
     return write_lines(directory / "logging.jsonl", rows)
 
 
-def write_transformers(directory: Path, curves: Curves) -> Path:
+def write_transformers(directory, curves):
     history = [metrics | {"step": step} for step, metrics in rows_of(curves, HF_NAMES)]
     last = history[-1]["step"]
     history.append({"step": last, "train_runtime": 9.0, "train_loss": 1.0})
@@ -110,12 +109,12 @@ def write_transformers(directory: Path, curves: Curves) -> Path:
     return write_lines(directory / "trainer_state.json", [json.dumps(state, indent=2)])
 
 
-def write_verl(directory: Path, curves: Curves) -> Path:
+def write_verl(directory, curves):
     rows = ({"step": step, "data": metrics} for step, metrics in rows_of(curves, SCALED))
     return write_lines(directory / "run.jsonl", rows)
 
 
-def write_verl_console(directory: Path, curves: Curves) -> Path:
+def write_verl_console(directory, curves):
     def line(step, metrics):
         pairs = " - ".join(f"{key}:{value!r}" for key, value in metrics.items())
         return f"(main_task pid=12) step:{step} - {pairs}\nINFO something else - a:b"
@@ -124,13 +123,13 @@ def write_verl_console(directory: Path, curves: Curves) -> Path:
     return write_lines(directory / "console.log", ["Total steps: 200", "step: nothing", *rows])
 
 
-def write_roll(directory: Path, curves: Curves) -> Path:
+def write_roll(directory, curves):
     rows = ({"step": step, "metrics": metrics} for step, metrics in rows_of(curves, ROLL_NAMES))
     lines = (f"[2026] metrics_tag: {json.dumps(row)}" for row in rows)
     return write_lines(directory / "worker.log", ["[INFO] start", *lines])
 
 
-def write_csv(directory: Path, curves: Curves) -> Path:
+def write_csv(directory, curves):
     """Write both histories. Their columns have no prefix."""
     for name, prefix in (("training_history.csv", "train/"), ("validation_history.csv", "val/")):
         names = {key: key.removeprefix(prefix) for key in curves if key.startswith(prefix)}
@@ -142,14 +141,14 @@ def write_csv(directory: Path, curves: Curves) -> Path:
     return directory / "training_history.csv"
 
 
-def write_wandb_history(directory: Path, curves: Curves) -> Path:
+def write_wandb_history(directory, curves):
     """Write a run of transformers, whose `_step` counts calls of log."""
     rows = enumerate(rows_of(curves, {"val/loss": "eval/loss"}))
     lines = [{"_step": 7 * n, "train/global_step": step} | row for n, (step, row) in rows]
     return write_lines(directory / "wandb-history.jsonl", lines)
 
 
-def write_tensorboard(directory: Path, curves: Curves) -> Path:
+def write_tensorboard(directory, curves):
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(directory / "tensorboard")) as writer:
@@ -159,14 +158,14 @@ def write_tensorboard(directory: Path, curves: Curves) -> Path:
     return directory / "tensorboard"
 
 
-def write_jsonl(directory: Path, curves: Curves) -> Path:
+def write_jsonl(directory, curves):
     """Write the log of an unknown trainer."""
     rows = rows_of(curves, {"train/loss": "loss", "train/lr": "lr", "val/loss": "val_loss"})
     lines = ({"iter": step, "time": "now", **metrics} for step, metrics in rows)
     return write_lines(directory / "log.jsonl", lines)
 
 
-WRITERS: dict[str, Callable[[Path, Curves], Path]] = {
+WRITERS = {
     "fsdp-sft": write_own,
     "ms-swift": write_swift,
     "transformers": write_transformers,

@@ -3,7 +3,6 @@ trainer/quickstart/model. Configuration, chat template and samples are written b
 """
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -23,7 +22,7 @@ PIECES = (
 )
 
 
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+def train_tokenizer(texts):
     """Train a tokenizer with at most `VOCAB_SIZE` entries. Equal texts give equal ids; 0 to 2 are
     the special tokens.
     """
@@ -46,7 +45,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+def write_tokenizer(directory, tokenizer):
     """Write the files of a Hugging Face tokenizer with the quickstart's chat template.
 
     transformers does not write them, because version 5 names a class that older readers do not
@@ -78,7 +77,7 @@ def _write_json(path, content):
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def make(model_dir: Path) -> None:
+def make(model_dir):
     """Write the files of the tokenizer."""
     rows = [json.loads(line) for line in TRAIN_FILE.read_text(encoding="utf-8").splitlines()]
     texts = [message["content"] for row in rows for message in row["messages"]]

@@ -14,7 +14,7 @@ class Page(HTMLParser):
         super().__init__()
         self.words = ""
         self.tags = list[tuple[str, dict[str, str | None]]]()
-        self._open: list[str] = []
+        self._open = []
         self.feed(html.replace("<wbr>", ""))
         assert self._open == []
 

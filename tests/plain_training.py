@@ -8,7 +8,7 @@ global batch.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def ends(model) -> set[nn.Parameter]:
     return {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
 
 
-def copied(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def copied(named):
     return {name.removeprefix("base_model.model."): p.detach().clone() for name, p in named.items()}
 
 
@@ -140,14 +140,12 @@ def lr_at(step: int, total_steps: int, definition: Definition) -> float:
     return definition.lr * (MIN_LR_RATIO + (1 - MIN_LR_RATIO) * share)
 
 
-def token_losses(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
+def token_losses(logits, labels, loss):
     losses = F.cross_entropy(logits.double(), labels, reduction="none")
     return losses * losses.detach().neg().exp() if loss == "dft" else losses
 
 
-def judged(
-    model, documents: Iterable[Document], loss: str, **asked
-) -> Iterator[tuple[Document, Any, ...]]:
+def judged(model, documents, loss, **asked):
     """Yield (document, (cross-entropy, trained loss) of its supervised tokens, number of hits,
     output of the model).
     """
@@ -161,9 +159,7 @@ def judged(
         yield document, losses, hits, output
 
 
-def measured(
-    model, documents: list[Document], definition: Definition, fractions_E: Tensor | float
-) -> tuple[dict[str, float], Tensor, Tensor | float]:
+def measured(model, documents, definition, fractions_E):
     """Return (row of metrics, the value that is differentiated, share of the tokens for each
     expert).
     """
@@ -217,7 +213,7 @@ def summary(found: list[tuple[Document, Any, Any, Any]], kind: str) -> dict[str,
 
 
 @torch.no_grad()
-def validated(model, definition: Definition) -> dict[str, float]:
+def validated(model, definition):
     if not definition.validation:
         return {}
     model.eval()
@@ -252,7 +248,7 @@ class PlainOptimizer:
             weight -= lr * (muon_update(weight.grad, momentum) + DECAY * weight)
 
 
-def is_decayed(name: str, parameter: Tensor) -> bool:
+def is_decayed(name, parameter):
     *_, owner, leaf = name.split(".")
     return parameter.ndim >= 2 and not leaf.endswith("bias") and "norm" not in owner
 

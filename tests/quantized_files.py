@@ -18,7 +18,7 @@ PREDICTING = "mtp.layers.0.proj.weight"
 """A weight that transformers' class lacks. Exports include it."""
 
 
-def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def in_blocks(weight, block):
     """Return float8 codes, and the scale of each block."""
     rows, columns = weight.shape
     padded = F.pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
@@ -27,7 +27,7 @@ def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
     return (weight / spread(scales, block, weight)).to(torch.float8_e4m3fn), scales
 
 
-def spread(scales: torch.Tensor, block: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+def spread(scales, block, like):
     """The scale of each number of a weight."""
     rows, columns = like.shape
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
@@ -37,7 +37,7 @@ def plain(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> 
     return (codes.float() * spread(scales.float(), block, codes)).bfloat16()
 
 
-def is_linear(name: str, tensor: torch.Tensor) -> bool:
+def is_linear(name, tensor):
     others = ("embed", "lm_head", "gate.w", "router", "vision", "norm", "conv")
     return tensor.ndim == 2 and not any(other in name for other in others)
 

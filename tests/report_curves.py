@@ -2,7 +2,6 @@
 burst by burst.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ def _burst(columns):
             columns[key][at // 5 - 1] = length
 
 
-SWIFT_CONFIG: Mapping[str, Any] = {
+SWIFT_CONFIG = {
     "learning_rate": 5e-5,
     "lr_scheduler_type": "cosine",
     "warmup_ratio": 0.05,
@@ -129,7 +128,7 @@ def swift_run(seed: int, *, has_bursts: bool = True) -> RunLog:
     return RunLog(path, "ms-swift", series, n, config=SWIFT_CONFIG, total_steps=6000)
 
 
-OUR_CONFIG: Mapping[str, Any] = {
+OUR_CONFIG = {
     "model.partial_pretrain": "Qwen/Qwen3-8B",
     "optim.lr": 1e-5,
     "optim.clip_grad": 1.0,

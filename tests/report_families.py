@@ -172,7 +172,7 @@ def _controller(rng):
     return Curves(train[:, 0].astype(np.int64), columns, val[:, 0].astype(np.int64))
 
 
-def write_histories(directory: Path, curves: Mapping[str, Series]) -> Path:
+def write_histories(directory, curves):
     """The pair of S1: `training_history.csv` and `validation_history.csv`."""
     for name, prefix in (("training_history.csv", ""), ("validation_history.csv", "val_")):
         columns = [curves[prefix + column].values for column in HISTORY_COLUMNS[1:]]
@@ -181,7 +181,7 @@ def write_histories(directory: Path, curves: Mapping[str, Series]) -> Path:
     return directory
 
 
-SHAPED: Mapping[str, Callable[..., Columns]] = {"sft": _sft, "grpo": _grpo}
+SHAPED = {"sft": _sft, "grpo": _grpo}
 
 
 def _keys(text):

@@ -137,7 +137,7 @@ EVALS = np.linspace(1.6, 1.0, 20)
 FLAT = 1.2 * np.exp(RNG.normal(0, 0.05, 2000))
 NCCL = (LogEvent(700, "error", "NCCL timeout on rank 3", "error"),)
 
-CHANGES: dict[str, dict[str, Change]] = {
+CHANGES = {
     "sft": {
         "loss_nonfinite": put("train/loss", 500, np.nan),
         "loss_zero": put("train/loss", slice(900, 920), 0.0),

@@ -204,7 +204,7 @@ class Recorder:
         return [data[key] for _, data in self.rows if key in data]
 
 
-def no_checkpoints() -> Mock:
+def no_checkpoints():
     """A manager that saves and requests nothing."""
     answers = {"is_save_due": False, "take_metrics": {}, "decide_rollback": None}
     return Mock(**{f"{name}.return_value": answer for name, answer in answers.items()})

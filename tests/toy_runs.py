@@ -44,7 +44,7 @@ from trainer.train.run import Run
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8
-TOLD: list[tuple[str, int, str]] = []
+TOLD = []
 """The results of this rank's saves: kind, step, message."""
 TRACE = "trace.jsonl"
 TRACED = ("train/loss", "train/grad_norm", "train/lr(1e-3)")
@@ -129,7 +129,7 @@ def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
     )
 
 
-def tell(kind: str, step: int, message: str, level: str) -> None:
+def tell(kind, step, message, level):
     TOLD.append((kind, step, message))
 
 

@@ -1,9 +1,7 @@
 """Compares two finished runs: steps, validations, checkpoints, and all other user-visible results."""
 
 import csv
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import finished, fsio, layout
 from trainer.checkpoint.layout import READING_PREFIX
@@ -51,7 +49,7 @@ def logged_exit_code(run_dir: Path) -> int | None:
     )
 
 
-_ENDS: dict[str, Callable[[Path], Any]] = {
+_ENDS = {
     "step to continue from": lambda run_dir: layout.read_pointer(run_dir).step,
     "checkpoints kept": lambda run_dir: len(layout.committed(run_dir)),
     "what else the directory holds": _others,

@@ -3,7 +3,6 @@ values.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from families import family_settings
@@ -36,7 +35,7 @@ def _text(family, **changes):
     return {key: value for key, value in settings.items() if key not in of_whole}
 
 
-WRAPPERS: dict[str, dict[str, Any]] = {
+WRAPPERS = {
     "gemma3": {
         "text_config": _text("gemma3_text"),
         "vision_config": _IMAGE,

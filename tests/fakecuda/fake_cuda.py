@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 NUM_DEVICES = 8
@@ -39,10 +39,10 @@ class Call(NamedTuple):
     """The number of the stream or event that the call concerns."""
 
 
-CALLS: list[Call] = []
-PINNED: Any = None
+CALLS = []
+PINNED = None
 """Page-locked memory of single tensors."""
-LOCKED: dict[int, int] = {}
+LOCKED = {}
 """Page-locked host memory: start address and size in bytes."""
 _threads = threading.local()
 _numbers = itertools.count(1)

@@ -8,7 +8,6 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,13 +31,11 @@ from torch.distributed._tools import fake_collectives  # noqa: F401  collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import ToySamples, model_config, toy_run, write_model_config
 
-from trainer.data.batch import StepBatch
 from trainer.data.batch_plan import Limits, RankPlan
 from trainer.data.loader import build_step
 from trainer.model import assemble, load, packed_lm, parallelize
-from trainer.runtime.distributed import World, make_world
+from trainer.runtime.distributed import make_world
 from trainer.train.packet import BY_RANK, Packet, Totals
-from trainer.train.run import Run
 from trainer.train.step import training_step
 
 LOCAL_RANK = 3
@@ -82,7 +79,7 @@ class Case:
         )
 
 
-def read_ones(packet: Packet, **derived: Tensor) -> Totals:
+def read_ones(packet, **derived):
     """Return the totals of a packet of ones, without waiting for the device. No rank requests
     anything, and nothing is abnormal.
     """
@@ -97,7 +94,7 @@ def read_ones(packet: Packet, **derived: Tensor) -> Totals:
 
 
 @contextmanager
-def fake_world(case: Case) -> Iterator[World]:
+def fake_world(case):
     """Rank 0 in a world whose other ranks are simulated."""
     device = torch.device("cuda", LOCAL_RANK)
     torch.cuda.set_device(device)
@@ -109,7 +106,7 @@ def fake_world(case: Case) -> Iterator[World]:
 
 
 @contextmanager
-def fake_run(case: Case, directory: Path) -> Iterator[tuple[Run, FakeTensorMode, list[StepBatch]]]:
+def fake_run(case, directory):
     """Build everything from config.json to the optimizer as a run does, for the GPU's memory; yield
     the run and two batches.
 
@@ -147,7 +144,7 @@ def fake_run(case: Case, directory: Path) -> Iterator[tuple[Run, FakeTensorMode,
             yield run, mode, [step.pin_memory() for step in steps]
 
 
-def run_case(case: Case, directory: Path) -> dict[str, Any]:
+def run_case(case, directory):
     """Record the second step of a run: its work on the device and its reads on the host."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -184,7 +181,7 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def on_meta_device() -> Iterator[None]:
+def on_meta_device():
     """FSDP2 would otherwise move meta parameters to the GPU and create its all-gather buffers
     there.
     """
@@ -205,7 +202,7 @@ def _compiled_without_code():
         yield
 
 
-HOST_INPUTS: list[str] = []
+HOST_INPUTS = []
 """Return the dtypes of host tensors among the inputs of compiled graphs."""
 
 
@@ -221,7 +218,7 @@ def _fake_buffers(model):
         model.get_submodule(owner)._buffers[leaf] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     import fake_plan
     import fake_whole_run

@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -67,7 +66,7 @@ class Outcome:
     torn: tuple[str, ...] = ()
 
 
-def start_from(run_dir: Path, *, is_whole: Callable[[Path], bool]) -> Outcome:
+def start_from(run_dir, *, is_whole):
     """Do everything that a start does before it loads. `is_whole` judges without the code under
     test.
     """

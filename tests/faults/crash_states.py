@@ -59,7 +59,7 @@ def recording() -> Iterator[list[TimedOperation]]:
         yield log
 
 
-def mark(kind: str, step: int) -> Operation:
+def mark(kind, step):
     return Operation("phase", Path(f"{kind}.{step}"))
 
 

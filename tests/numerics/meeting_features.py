@@ -22,7 +22,7 @@ MIXTURE = "qwen3_moe"
 """The family whose experts can be adapted and divided among ranks."""
 Row = dict[str, str]
 """{feature: value}."""
-FEATURES: dict[str, tuple[str, ...]] = {
+FEATURES = {
     "family": ("qwen2", "llama", "qwen3_moe", "gemma3_text", "gemma2", "mistral", "qwen3_next"),
     "ranks": ("2", "4"),
     "resumed on": ("the same", "fewer", "more"),
@@ -49,7 +49,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "num_workers": ("0", "1"),
 }
 ADAPTERS = [value for value in FEATURES["trained"] if value.startswith("lora")]
-REFUSED: list[Row] = [
+REFUSED = [
     {"sequence": "2", "attention": "per_document"},
     {"sequence": "2", "family": "qwen3_next"},
     {"experts": "2", "offload": "true"},
@@ -133,7 +133,7 @@ class Places:
         return path
 
 
-def round_to_nf4(file: Path) -> None:
+def round_to_nf4(file):
     """Round in place the matrices that may belong to linear layers."""
     tensors = load_file(file)
     for name, tensor in tensors.items():

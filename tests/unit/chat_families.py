@@ -176,7 +176,7 @@ COMMAND_TAGGED = COMMAND.replace(
 )
 
 
-def gpt_oss_turn(message: dict[str, Any]) -> str:
+def gpt_oss_turn(message):
     call = message["tool_calls"][0]["function"] if message.get("tool_calls") else None
     said = message.get("thinking") or (message["content"] if call else "")
     text = f"<|channel|>analysis<|message|>{said}<|end|><|start|>assistant" if said else ""

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.tracking import Tracking
@@ -17,7 +16,7 @@ STEPS = 12
 STEPS_PER_EPOCH = 4
 
 
-def train_row(step: int) -> dict[str, float]:
+def train_row(step):
     return {
         "train/loss": 2.0 + 1 / step,
         "train/lr(1e-3)": step / 100,
@@ -26,11 +25,11 @@ def train_row(step: int) -> dict[str, float]:
     }
 
 
-def val_row(step: int) -> dict[str, float]:
+def val_row(step):
     return {"val/loss": 3.0 + 1 / step}
 
 
-def log_steps(tracking: Tracking, steps: Iterable[int], *, shift: float = 0.0) -> None:
+def log_steps(tracking, steps, *, shift=0.0):
     """Log steps with a validation every second one; `shift` is added to every value."""
     for step in steps:
         tracking.log({key: value + shift for key, value in train_row(step).items()}, step)
@@ -38,7 +37,7 @@ def log_steps(tracking: Tracking, steps: Iterable[int], *, shift: float = 0.0) -
             tracking.log({key: value + shift for key, value in val_row(step).items()}, step)
 
 
-def main(run_dir: Path, backend: str, first_step: int, kill_step: int) -> None:
+def main(run_dir, backend, first_step, kill_step):
     tracking = Tracking(
         "project", "killed", [backend], {"lr": 0.1}, run_dir=run_dir, total_steps=STEPS
     )

@@ -53,7 +53,7 @@ class FaultyStorage(MemoryFileSystem):
         self.late_by = late_by
         self.answers = threading.Event()
         self._is_dead = self._is_still = False
-        self._before: dict[str, tuple[int, bytes | None]] = {}
+        self._before = {}  # name: (last operation that shows it, content or None)
 
     def revive(self):
         """Restart the process, and return True if it was killed."""
@@ -236,7 +236,7 @@ class Trial:
         self._machines = (work / f"machine{number}" for number in itertools.count())
         self._run_dir.mkdir(parents=True)
         (self._run_dir / "metrics.jsonl").write_text("{}\n")
-        self._saved: dict[str, tuple[int, dict[str, bytes]]] = {}
+        self._saved = {}
         """{nonce: (step, files)}."""
         self._up = 0
         self._undone = set[str]()

@@ -106,7 +106,7 @@ ADDED_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 @cache
-def trained_bpe() -> str:
+def trained_bpe():
     """Return a byte-level BPE that knows the special tokens of all families above, as JSON.
 
     It excludes spaces from the offsets, like Llama 3 and GPT-2.
