@@ -6,7 +6,6 @@ this one again. The command itself trains each replica on two ranks, is killed w
 resumed. transformers and peft load the exports.
 """
 
-import json
 import shutil
 import sys
 import tempfile
@@ -14,6 +13,8 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from small_files import read_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -146,7 +147,7 @@ def export_faults(replica, root, export):
         untrained = set(replica.extra) | {name for name in source if "vis" in name}
         changed = [name for name in untrained if not torch.equal(source[name], exported[name])]
         faults = [f"export: untrained tensors differ: {changed[:4]}"] if changed else []
-    if "quantization_config" in json.loads((export / "config.json").read_text(encoding="utf-8")):
+    if "quantization_config" in read_json(export / "config.json"):
         faults.append("export: config.json has a quantization_config")
     return faults + load(replica, export)[1]
 

@@ -2,7 +2,6 @@
 exported.
 """
 
-import json
 import random
 import signal
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from families import VOCAB
 from family_trials import save_model
+from small_files import write_lines
 from tokenizers import Tokenizer, models, pre_tokenizers
 from toy import differing
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -60,7 +60,7 @@ def write_samples(path: Path) -> None:
         )
 
     rows = ({"instruction": words(), "output": words()} for _ in range(24))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
 
 
 def words_of_run(root: Path, model: Path) -> tuple[str, ...]:

@@ -7,13 +7,12 @@ that the trainer does not log keeps our name.
 import csv
 import json
 import math
-from collections.abc import Iterable
 from datetime import timedelta
 from itertools import starmap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from small_files import write_json, write_lines
 
 from trainer.tools.report.run_log import Series
 
@@ -69,12 +68,6 @@ def rows_of(curves, names):
         yield step, table[step, is_val]
 
 
-def write_lines(path: Path, rows: Iterable[Row | str]) -> Path:
-    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
-
-
 def write_own(directory, curves):
     def line(step, metrics):
         kind = "val" if "val/loss" in metrics else "train"
@@ -97,7 +90,7 @@ def write_swift(directory, curves):
         }
 
     rows = [*starmap(line, rows_of(curves, SWIFT_NAMES)), {"train_runtime": 1.5, "train_loss": 1.0}]
-    (directory / "args.json").write_text(json.dumps({"learning_rate": 1e-4, "train_type": "lora"}))
+    write_json(directory / "args.json", {"learning_rate": 1e-4, "train_type": "lora"})
     return write_lines(directory / "logging.jsonl", rows)
 
 

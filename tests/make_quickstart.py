@@ -5,6 +5,7 @@ trainer/quickstart/model. Configuration, chat template and samples are written b
 import json
 from pathlib import Path
 
+from small_files import read_lines
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
@@ -79,7 +80,7 @@ def _write_json(path, content):
 
 def make(model_dir):
     """Write the files of the tokenizer."""
-    rows = [json.loads(line) for line in TRAIN_FILE.read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(TRAIN_FILE)
     texts = [message["content"] for row in rows for message in row["messages"]]
     english = ENGLISH.read_text(encoding="utf-8").splitlines(keepends=True)
     write_tokenizer(model_dir, train_tokenizer([*texts, *english]))

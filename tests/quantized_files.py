@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from small_files import change_json
 from toy import EXPERTS, change_tensors, write_model_config, write_weights
-from whole_runs import change_json
 
 Files = dict[str, torch.Tensor]
 BLOCK = 32

@@ -6,7 +6,6 @@ how often its trainer logs them. Families `HELD_OUT` were never looked at while 
 other shapes, other formats.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import log_formats as formats
 import numpy as np
 from grpo_curves import HISTORY_COLUMNS, controller_histories, write_history
 from numpy.typing import NDArray
+from small_files import write_json
 
 from trainer.tools.report.run_log import Series
 
@@ -77,7 +77,7 @@ class Family:
         }
         path = self.write(directory, series)
         if self.config is not None:
-            (path.parent / "args.json").write_text(json.dumps(self.config))
+            write_json(path.parent / "args.json", self.config)
         return path
 
 
@@ -103,6 +103,11 @@ def _rate(rng, x):
     return 10 ** rng.uniform(-5.3, -4) * np.minimum(x / warmup, decay)
 
 
+def _noise(rng, sigma, num_points):
+    """Return factors around 1."""
+    return np.exp(rng.normal(0, sigma, num_points))
+
+
 def _sft(rng, steps, evals, family):
     n = len(steps)
     x = steps / steps[-1]
@@ -111,16 +116,16 @@ def _sft(rng, steps, evals, family):
     time = rng.uniform(0.5, 6) * (1 + rng.normal(0, rng.uniform(0.01, 0.06), n))
     held_out = course[np.searchsorted(steps, evals)] + rng.uniform(0.02, 0.15)
     return {
-        "loss": course * np.exp(rng.normal(0, sigma, n)),
+        "loss": course * _noise(rng, sigma, n),
         "grad": rng.uniform(0.3, 3)
-        * np.exp(rng.normal(0, rng.uniform(0.1, 0.35), n))
+        * _noise(rng, rng.uniform(0.1, 0.35), n)
         * (1 + np.exp(-x / 0.02)),
         "lr": _rate(rng, x),
         "time": time,
         "tokens_per_s": rng.uniform(2e3, 5e4) * float(np.median(time)) / time,
         "rss": rng.uniform(4, 40) + rng.normal(0, 0.05, n),
         "epoch": 3 * x,
-        "entropy": course * rng.uniform(0.8, 1.1) * np.exp(rng.normal(0, sigma, n)),
+        "entropy": course * rng.uniform(0.8, 1.1) * _noise(rng, sigma, n),
         "val_loss": held_out * (1 + rng.normal(0, rng.uniform(0.001, 0.004), len(evals))),
     }
 
@@ -132,20 +137,18 @@ def _grpo(rng, steps, evals, family):
     lengths = rng.uniform(150, 300) * (1 + rng.uniform(-0.15, 0.2) * x)
     accuracy = 0.2 + 0.5 * rise
     spread = rng.uniform(0.02, 0.08)
-    times = rng.uniform(5, 60) * np.exp(rng.normal(0, 0.05, n))
+    times = rng.uniform(5, 60) * _noise(rng, 0.05, n)
     return {
         "loss": rng.normal(0, 1, n) * 10 ** rng.uniform(-3.5, -1.5),
-        "grad": rng.uniform(0.05, 2) * np.exp(rng.normal(0, 0.25, n)),
+        "grad": rng.uniform(0.05, 2) * _noise(rng, 0.25, n),
         "lr": _rate(rng, x),
         "epoch": 2 * x,
-        "kl": np.geomspace(2e-3, rng.uniform(0.03, 0.4), n) * np.exp(rng.normal(0, 0.3, n)),
+        "kl": np.geomspace(2e-3, rng.uniform(0.03, 0.4), n) * _noise(rng, 0.3, n),
         "reward": accuracy + 0.3 + rng.normal(0, spread, n),
         "correct": accuracy + rng.normal(0, spread, n),
-        "reward_std": rng.uniform(0.3, 0.5) * (1 - 0.3 * rise) * np.exp(rng.normal(0, 0.1, n)),
+        "reward_std": rng.uniform(0.3, 0.5) * (1 - 0.3 * rise) * _noise(rng, 0.1, n),
         "adv_std": rng.normal(1, 0.04, n),
-        "entropy": (0.4 + 0.6 * np.exp(-x / 0.6))
-        * rng.uniform(0.8, 1.4)
-        * np.exp(rng.normal(0, 0.05, n)),
+        "entropy": (0.4 + 0.6 * np.exp(-x / 0.6)) * rng.uniform(0.8, 1.4) * _noise(rng, 0.05, n),
         "mean_length": lengths * (1 + rng.normal(0, 0.05, n)),
         "max_length": (1.6 * lengths * (1 + rng.normal(0, 0.06, n))).clip(max=1024),
         "min_length": 0.55 * lengths * (1 + rng.normal(0, 0.08, n)),

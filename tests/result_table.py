@@ -1,7 +1,6 @@
 """Tables of docs/models.md whose rows are measured by a long command and kept as JSON."""
 
 import argparse
-import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from repository import REPOSITORY
 from result_file import write_result
+from small_files import read_json
 
 PAGE = REPOSITORY / "docs" / "models.md"
 PACKAGES = ("torch", "transformers", "peft")
@@ -41,8 +41,7 @@ class ResultTable:
     def read(self):
         if not self.file.exists():
             return {self.key: {}}
-        results = json.loads(self.file.read_text(encoding="utf-8"))
-        return results
+        return read_json(self.file)
 
     def page(self, results, old):
         """Return docs/models.md with the table of these results between its markers."""

@@ -2,8 +2,10 @@
 template.
 """
 
-import json
 from pathlib import Path
+
+import pytest
+from small_files import write_lines
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + ' says ' + m.content + '<|im_end|>' }}{% "
@@ -24,8 +26,14 @@ def write_sources(directory: Path) -> None:
         {"q": f"What is {n}?", "a": f"{n} it is, and no other number"} for n in range(NUM_ANSWERS)
     ]
     for name, found in (("chats", rows), ("answers", answers)):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+        write_lines(directory / f"{name}.jsonl", found)
     (directory / "says.jinja").write_text(TEMPLATE)
+
+
+@pytest.fixture
+def files(tmp_path):
+    write_sources(tmp_path)
+    return tmp_path
 
 
 def chats(directory: Path, more: str = "") -> str:

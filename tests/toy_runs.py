@@ -290,10 +290,3 @@ def read_trace(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / TRACE
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
-
-
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)

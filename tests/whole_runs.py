@@ -4,7 +4,6 @@ The ranks are children of a server that has imported torch once. This file does 
 torchrun's agent: a rank that exits with a code other than 0 ends the others.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 
 from processes import free_port
 from rank_server import CONTEXT
+from small_files import change_json
 
 from trainer.checkpoint import layout
 from trainer.launch.supervise import run_exit_code
@@ -52,10 +52,6 @@ def shrink(model: Path, **sizes) -> None:
     """Let a directory with the quickstart's config.json describe one small layer."""
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     change_json(model / "config.json", **small, head_dim=16, **sizes)
-
-
-def change_json(file: Path, **changes) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @dataclass
@@ -147,15 +143,7 @@ def started(
                 process.join()
 
 
-def _rank(
-    rank,
-    num_ranks,
-    port,
-    status,
-    words,
-    log,
-    before,
-):
+def _rank(rank, num_ranks, port, status, words, log, before):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     os.environ[VARIABLE] = status
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), HF_HUB_OFFLINE="1")

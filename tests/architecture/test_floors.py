@@ -131,9 +131,7 @@ def test_nothing_loads_what_could_run_code():
     )
 
 
-def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(
-    sources,
-):
+def test_the_name_of_a_token_cache_covers_every_module_that_decides_tokens(sources):
     """`TOKEN_MODULES` are `prepare` and all modules of its package that it imports, directly or
     not.
     """

@@ -2,14 +2,14 @@
 the right directory.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks import each, run_ranks
+from small_files import flip, read_json
 from toy import ToySamples, build_toy_model, differing, guard_config, optim_config, toy_run
-from toy_runs import Recipe, begun, checkpoint_manager, flip, run, save_now
+from toy_runs import Recipe, begun, checkpoint_manager, run, save_now
 from toy_runs import source as source  # a fixture
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +29,12 @@ def straight(source, tmp_path_factory):  # type: ignore[no-untyped-def]
     return run_dir, run_ranks(run, 2, run_dir, source, Recipe())[0]
 
 
+@pytest.fixture
+def run_dir(straight, tmp_path):
+    """The directory of the same run after its second step."""
+    return begun(straight[0], tmp_path / "run", 2)
+
+
 @pytest.mark.covers("S3.16 S3.17 S3.18 S3.19 S3.20 S3.21 S3.22 S3.23 S3.52")
 def test_layout_manifest_and_export(straight, source):
     run_dir, result = straight
@@ -41,14 +47,14 @@ def test_layout_manifest_and_export(straight, source):
     ]
     assert ours == {*ranks, "data.pt", "fsdp_config.json", MANIFEST, "huggingface", "finished.json"}
     assert (run_dir / layout.POINTER).read_text() == "6"
-    settings = json.loads((step_dir / "fsdp_config.json").read_text())
+    settings = read_json(step_dir / "fsdp_config.json")
     assert settings == {"FSDP_version": 2, "world_size": 2}
     info = layout.inspect(step_dir)
     assert verify_files(step_dir, info.manifest) == []
     assert layout.leftovers(run_dir) == []
     exported = AutoModelForCausalLM.from_pretrained(step_dir / "huggingface", dtype=torch.float32)
     assert not differing(dict(exported.named_parameters()), result.parameters)
-    generation = json.loads((step_dir / "huggingface" / "generation_config.json").read_text())
+    generation = read_json(step_dir / "huggingface" / "generation_config.json")
     assert generation["eos_token_id"] == 3
 
 
@@ -61,8 +67,7 @@ def test_damaged_newest_falls_back_and_stays_aside(straight, source, tmp_path):
     assert [path.name for path in run_dir.glob(".corrupt*")] == [".corrupt_global_step_6.0"]
 
 
-def test_all_damaged_is_an_error_and_never_step_0(straight, source, tmp_path):
-    run_dir = begun(straight[0], tmp_path / "run", 2)
+def test_all_damaged_is_an_error_and_never_step_0(source, run_dir):
     flip(run_dir / "global_step_2" / layout.model_file(2, 0))
     with pytest.raises(AssertionError, match="is damaged"):
         run_ranks(run, 2, run_dir, source, Recipe())
@@ -107,16 +112,14 @@ def test_a_poisoned_state_is_never_committed(source, tmp_path):
 
 
 @pytest.mark.covers("S3.30")
-def test_other_data_is_refused_by_name_and_accepted_when_allowed(straight, source, tmp_path):
-    run_dir = begun(straight[0], tmp_path / "run", 2)
+def test_other_data_is_refused_by_name_and_accepted_when_allowed(source, run_dir):
     with pytest.raises(AssertionError, match=r"data: toy 0 -> toy 1 +<- refused"):
         run_ranks(run, 2, run_dir, source, Recipe(seed=1))
     again = run_ranks(run, 2, run_dir, source, Recipe(seed=1, resume_allow=("data",)))[0]
     assert again.start_step == 2 and set(again.losses) == {3, 4, 5, 6}
 
 
-def test_an_accepted_batch_size_goes_on_in_the_same_order(straight, source, tmp_path):
-    run_dir = begun(straight[0], tmp_path / "run", 2)
+def test_an_accepted_batch_size_goes_on_in_the_same_order(source, run_dir):
     changed = Recipe(batch_size=4, resume_allow=("train_batch_size",))
     again = run_ranks(run, 2, run_dir, source, changed)[0]
     assert again.start_step == 2
@@ -129,9 +132,8 @@ def run_with_trouble(world, run_dir, source, recipe):
     return run(world, run_dir, source, recipe, guard=Guard(guard_config(rules=[rule])))
 
 
-def test_no_rollback_returns_to_another_batch_size(straight, source, tmp_path):
+def test_no_rollback_returns_to_another_batch_size(source, run_dir):
     """The position in such a checkpoint refers to different steps."""
-    run_dir = begun(straight[0], tmp_path / "run", 2)
     allowed = ("train_batch_size",)
     changed = Recipe(total_steps=18, save_freq=-1, batch_size=4, resume_allow=allowed)
     (found,) = run_ranks(run_with_trouble, 1, run_dir, source, changed)

@@ -63,9 +63,7 @@ def test_every_tensor_is_in_the_export(tmp_path, name):
     assert not any(report.values()), report
 
 
-def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(
-    tmp_path,
-):
+def test_a_tied_head_that_is_stored_twice_is_named_and_never_exported_as_it_was(tmp_path):
     save_model(tmp_path, "qwen2", tie_word_embeddings=True)
 
     def repeat(tensors):

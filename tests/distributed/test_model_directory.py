@@ -14,6 +14,7 @@ from itertools import product
 
 import pytest
 from family_runs import prepare, save_tokenizer, words_of_run, write_samples
+from small_files import read_json
 from sweeps import short_or_full
 from transformers import AutoTokenizer
 from whole_models import write_whole_model
@@ -50,13 +51,9 @@ def write_model(root, kind):
     (root / "model" / CODE).write_text("# taken along, never run\n")
 
 
-def remove(model):
-    shutil.rmtree(model)
-
-
 def replace_small_files(model):
     """Replace the files like a download of another revision: new files, renamed over the old ones."""
-    config = json.loads((model / "config.json").read_text())
+    config = read_json(model / "config.json")
     config["rope_theta"] = 7.0
     contents = {
         "config.json": json.dumps(config),
@@ -85,7 +82,7 @@ def truncate_weights(model):
 
 
 CHANGES = {
-    "removed": remove,
+    "removed": shutil.rmtree,
     "replaced": replace_small_files,
     "overwritten": overwrite_weights,
     "truncated": truncate_weights,
@@ -119,9 +116,7 @@ def exports_of(run_dir):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    tmp_path_factory,
-):
+def undisturbed(tmp_path_factory):
     """{kind: (directory of its model and samples, exports of an undisturbed run)}"""
     found = {}
     for kind in KINDS:

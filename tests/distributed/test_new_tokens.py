@@ -2,7 +2,6 @@
 template.
 """
 
-import json
 import shutil
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from exports import tensors_in
 from ranks import run_ranks
+from small_files import read_json
 from toy import build_toy_model, differing, whole, write_weights
 from toy_runs import begun
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,7 +74,7 @@ def test_rows_of_new_tokens_are_near_the_mean_and_equal_on_any_number_of_ranks(
 
 
 def test_tokens_that_exist_are_named_and_not_added(tmp_path, caplog):
-    known = json.loads((MODEL_DIR / "tokenizer.json").read_text())["added_tokens"][0]["content"]
+    known = read_json(MODEL_DIR / "tokenizer.json")["added_tokens"][0]["content"]
     path, ids = new_tokens.extended(str(MODEL_DIR), [known, TURN, TURN], tmp_path)
     assert list(ids) == [TURN] and f"already has '{known}'; not added again" in caplog.text
     assert new_tokens.extended(str(MODEL_DIR), [known], tmp_path) == (str(MODEL_DIR), {})

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 from exports import tensors_in
 from ranks import run_ranks
+from small_files import change_json, flip
 from toy import (
     ToySamples,
     build_toy_model,
@@ -20,8 +21,7 @@ from toy import (
     toy_run,
     write_model_config,
 )
-from toy_runs import Recipe, checkpoint_manager, flip, run, save_now
-from whole_runs import change_json
+from toy_runs import Recipe, checkpoint_manager, run, save_now
 
 from trainer.checkpoint import fsio, layout
 from trainer.checkpoint.offline_export import export_from_shards

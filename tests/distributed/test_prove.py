@@ -3,11 +3,11 @@ cause.
 """
 
 import hashlib
-import json
 import re
 import shutil
 
 import pytest
+from small_files import read_json, write_json
 from test_lora import LORA
 from test_lora import root as root
 from test_lora import words as words
@@ -42,9 +42,9 @@ def trained(words, root):
 
 def proven(checkpoint):
     found, path = prove_serving(checkpoint, engine="transformers", python="")
-    written = json.loads(path.read_text())
+    written = read_json(path)
     assert written["is_equal"] is found.is_equal
-    assert written["nonce"] == json.loads((checkpoint / MANIFEST).read_text())["nonce"]
+    assert written["nonce"] == read_json(checkpoint / MANIFEST)["nonce"]
     return found
 
 
@@ -63,9 +63,9 @@ def test_an_export_as_it_was_written_serves_the_loss_of_its_validation(trained, 
 
 
 def change_json(file, change):
-    tree = json.loads(file.read_text())
+    tree = read_json(file)
     change(tree)
-    file.write_text(json.dumps(tree))
+    write_json(file, tree)
 
 
 def halve(directory):

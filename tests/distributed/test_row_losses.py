@@ -2,12 +2,11 @@
 names rows that stand out.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from small_files import write_lines
 from toy import (
     ToySamples,
     build_toy_model,
@@ -62,11 +61,8 @@ def test_they_are_equal_on_any_number_of_ranks_and_add_up(tmp_path):
 
 
 def test_the_report_names_the_row_that_stands_out(tmp_path):
-    plain, odd = (
-        json.dumps({"instruction": "say a", "output": answer}) for answer in ("a a a", "Zq?9")
-    )
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join([*[plain] * 16, odd, *[plain] * 7]))
+    plain, odd = ({"instruction": "say a", "output": answer} for answer in ("a a a", "Zq?9"))
+    file = write_lines(tmp_path / "rows.jsonl", [*[plain] * 16, odd, *[plain] * 7])
     run_dir = tmp_path / "run"
     words = (
         *tiny_model(tmp_path),

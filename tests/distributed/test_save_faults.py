@@ -63,16 +63,7 @@ class Story:
     error: str = ""
 
 
-def save_around_a_stop(
-    world,
-    run_dir,
-    source,
-    victim,
-    label,
-    *,
-    async_save,
-    grace_s,
-):
+def save_around_a_stop(world, run_dir, source, victim, label, *, async_save, grace_s):
     """Save step 1. In the save of step 2, the rank `victim` stops itself before the operation
     `label`. Then save step 3.
 

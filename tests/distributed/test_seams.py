@@ -171,14 +171,7 @@ class ShardedWithOwn(Sharded):
         self.averages["num_steps"] += run.world.rank
 
 
-def train_averaged(
-    world,
-    run_dir,
-    source,
-    num_steps=99,
-    kind=WeightAverage,
-    **settings,
-):
+def train_averaged(world, run_dir, source, num_steps=99, kind=WeightAverage, **settings):
     """(steps trained, the averages at the end as whole tensors where they are sharded, lines of
     the log).
     """

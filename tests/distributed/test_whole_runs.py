@@ -9,8 +9,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from small_files import flip
 from test_offline_export import contents
-from toy_runs import Recipe, flip, run
+from toy_runs import Recipe, run
 from transformers import AutoModelForMultimodalLM
 from whole_models import write_whole_model
 

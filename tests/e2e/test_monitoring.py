@@ -1,10 +1,9 @@
 """A real run from the perspective of the person who watches it."""
 
-import json
-
 import pytest
 import whole_runs
 from runs import SMALL
+from small_files import read_lines
 
 from trainer.tracking import read_metrics
 from trainer.tracking.metrics import METRICS, find
@@ -58,9 +57,7 @@ def test_a_run_logs_what_the_table_promises_and_nothing_else(watched):
 
 def test_a_run_leaves_report_events_heartbeats_and_traces(watched):
     assert "<html" in (watched / "report.html").read_text()[:300].lower()
-    kinds = [
-        json.loads(line)["kind"] for line in (watched / "events.jsonl").read_text().splitlines()
-    ]
+    kinds = [line["kind"] for line in read_lines(watched / "events.jsonl")]
     assert kinds[0] == "start" and kinds[-1] == "end" and kinds.count("checkpoint") == 3
     for rank in (0, 1):
         assert (watched / "heartbeat" / f"rank_{rank}.json").is_file()

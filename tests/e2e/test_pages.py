@@ -11,7 +11,6 @@ they name.
 import contextlib
 import functools
 import io
-import json
 import os
 import re
 import shlex
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import whole_runs
 from page_commands import NEEDS, OURS, PAGES, blocks_of, commands_in
+from small_files import write_lines
 
 from trainer import api
 from trainer.cli import __main__ as commands
@@ -73,16 +73,16 @@ class Reader:
 
     def write_files(self):
         rows = [{"messages": messages} for messages in CHATS]
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        files = {"chats.jsonl": text, "data/chats.jsonl": text}
-        files |= {
-            "mine.yaml": "trainer: {experiment_name: mine}\n",
-            "conf/experiment/mine.yaml": "trainer: {experiment_name: also_mine}\n",
+        files = {
+            "chats.jsonl": rows,
+            "data/chats.jsonl": rows,
+            "tasks.jsonl": [{"prompt": "Write f.", "tests": "assert f"}],
+            "mine.yaml": ["trainer: {experiment_name: mine}"],
+            "conf/experiment/mine.yaml": ["trainer: {experiment_name: also_mine}"],
         }
-        files["tasks.jsonl"] = json.dumps({"prompt": "Write f.", "tests": "assert f"}) + "\n"
-        for name, content in files.items():
+        for name, lines in files.items():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.root / name).write_text(content)
+            write_lines(self.root / name, lines)
         pq.write_table(pa.Table.from_pylist(rows), self.root / "data/chats.parquet")
 
     def words_behind(self, words):

@@ -14,6 +14,7 @@ import torch
 import whole_runs
 from processes import free_port, wait_until
 from runs import SMALL, processes_of, run, started, wait_for_step
+from small_files import write_lines
 from sweeps import short_or_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_equality import compare_runs
@@ -195,8 +196,7 @@ def test_export_gives_the_loss_that_the_trainer_reported(cache, tmp_path):
     turns = ("user", "Add 1 to x."), ("assistant", "x + 1"), ("user", "Why?"), ("assistant", "So!")
     chat = [{"role": role, "content": text} for role, text in turns]
     messages = [chat[:2], chat]
-    lines = [json.dumps({"messages": chat}) for chat in messages]
-    (tmp_path / "val.jsonl").write_text("\n".join(lines))
+    write_lines(tmp_path / "val.jsonl", ({"messages": chat} for chat in messages))
     run_dir = tmp_path / "run"
     changes = (
         "trainer.total_training_steps=4",

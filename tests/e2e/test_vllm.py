@@ -18,6 +18,7 @@ from exports import export_changed
 from family_trials import save_model
 from peft import PeftModel
 from ranks import run_ranks
+from small_files import write_json
 from sweeps import short_or_full
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -102,8 +103,8 @@ def write_whole(path):
         "image_processor_type": "Gemma3ImageProcessor",
         "size": {"height": 28, "width": 28},
     }
-    (path / "processor_config.json").write_text(json.dumps(processor))
-    (path / "preprocessor_config.json").write_text(json.dumps(images))
+    write_json(path / "processor_config.json", processor)
+    write_json(path / "preprocessor_config.json", images)
 
 
 def trained(run_dir, steps, *words, num_ranks=2):
@@ -200,8 +201,7 @@ def served(jobs, root):
         timeout=500,
     )
     assert answered.returncode == 0, answered.stderr[-3000:]
-    found = json.loads(answered.stdout.splitlines()[-1])
-    return found
+    return json.loads(answered.stdout.splitlines()[-1])
 
 
 @pytest.mark.covers("S3.23")

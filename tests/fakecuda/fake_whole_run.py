@@ -14,7 +14,6 @@ and why:
 - kernels that torch's build for CPUs lacks are those of `fake_kernels`
 """
 
-import json
 import os
 import shutil
 from collections import Counter
@@ -30,10 +29,10 @@ import torch.distributed as dist
 from fake_step import LOCAL_RANK, read_ones
 from fake_watch import Watch
 from safetensors.torch import load_file
+from small_files import change_json, read_lines
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from whole_runs import change_json
 
 from trainer.checkpoint import layout, rollback
 from trainer.checkpoint.save import Agreement
@@ -132,9 +131,7 @@ def run_case(case, directory):
         fake_cuda.CALLS.clear()
         code = run(config, StopRequest(), heartbeat)
     committed = layout.committed(run_dir)
-    events = [
-        json.loads(line)["kind"] for line in (run_dir / "events.jsonl").read_text().splitlines()
-    ]
+    events = [line["kind"] for line in read_lines(run_dir / "events.jsonl")]
     exported = load_file(committed[-1].path / "huggingface/model.safetensors")
     return {
         "exit_code": code,

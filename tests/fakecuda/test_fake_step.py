@@ -73,9 +73,7 @@ def test_no_operation_waits_for_the_device(steps, name):
     ] == []
 
 
-def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_first(
-    steps,
-):
+def test_gradients_of_offloaded_parameters_hold_up_all_micro_batches_but_the_first(steps):
     """This is why a few large micro-batches are faster, as docs/gpu.md and the plan state."""
     back = [
         copy

@@ -26,10 +26,15 @@ CARD = 3
 SHARED = "documents shared, a rollback"
 
 
+@pytest.fixture(params=RUNS)
+def name(request):
+    return request.param
+
+
 @pytest.fixture
-def runs(fake_runs):
-    """Return a function from a case to the record of its run."""
-    return lambda name: fake_runs(kind="run", **RUNS[name])
+def run(name, fake_runs):
+    """The record of the run."""
+    return fake_runs(kind="run", **RUNS[name])
 
 
 def num_shards(name):
@@ -48,19 +53,15 @@ def noted(run, kind, phase):
     return [entry for entry in run[kind] if entry["phase"].split()[0] == phase]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_ends_with_its_last_step_saved(runs, name):
-    run = runs(name)
+def test_a_run_ends_with_its_last_step_saved(name, run):
     assert run["exit_code"] == 0 and run["exported"] == PARAMETERS
     assert run["checkpoints"] == ([2, 5] if name == SHARED else [2, 3])
     rolled_back = ["guard/rule", "rollback"] if name == SHARED else []
     assert run["events"] == ["start", "checkpoint", *rolled_back, "checkpoint", "end"]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_step_waits_once_and_a_save_reads_one_number(runs, name):
+def test_a_step_waits_once_and_a_save_reads_one_number(name, run):
     """Losses of samples arrive together with the numbers of the step."""
-    run = runs(name)
     assert sum(call["name"] == "packet" for call in run["calls"]) == num_steps(name) + 1, (
         "the last of the validation"
     )
@@ -73,9 +74,7 @@ def test_a_step_waits_once_and_a_save_reads_one_number(runs, name):
     assert reads == {("save", "trainer/checkpoint/manager.py:_is_finite"): 2}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs, name):
-    run = runs(name)
+def test_no_copy_blocks_from_the_first_step_to_the_last_save(name, run):
     for phase in ("train", "validate"):
         assert {(copy["way"], copy["how"]) for copy in noted(run, "copies", phase)} == {
             ("cpu to cuda", "async")
@@ -97,10 +96,8 @@ def test_no_copy_blocks_from_the_first_step_to_the_last_save(runs, name):
         )
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_ranks_add_up_one_vector_of_numbers_a_step_and_one_number_a_save(runs, name):
+def test_ranks_add_up_one_vector_of_numbers_a_step_and_one_number_a_save(name, run):
     """test_fake_step.py covers the remaining communication of a step."""
-    run = runs(name)
     num_ranks = RUNS[name].get("num_ranks", 8)
     for phase, number in (("train", num_steps(name)), ("save", 2)):
         sums = [c for c in noted(run, "collectives", phase) if c["dtype"] == "float64"]
@@ -108,13 +105,12 @@ def test_ranks_add_up_one_vector_of_numbers_a_step_and_one_number_a_save(runs, n
     assert {c["numel"] for c in noted(run, "collectives", "save") if c["device"] == "cuda"} == {1}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is_there(runs, name):
+def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is_there(run):
     """A separate thread writes the first save; the main thread writes the last one, with which the
     run ends.
     """
     # autograd's: torch's care
-    calls = [call for call in runs(name)["calls"] if not call["thread"].startswith("Dummy")]
+    calls = [call for call in run["calls"] if not call["thread"].startswith("Dummy")]
     threads = {call["thread"] for call in calls}
     assert threads == {"MainThread", "checkpoint", "gpu-sampler"}
     for thread in threads:
@@ -148,9 +144,8 @@ def test_every_thread_stands_on_its_own_card_and_no_copy_is_written_before_it_is
         )
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_snapshot_follows_its_step_and_the_next_update_follows_the_snapshot(runs, name):
-    calls = [call for call in runs(name)["calls"] if call["thread"] == "MainThread"]
+def test_a_snapshot_follows_its_step_and_the_next_update_follows_the_snapshot(run):
+    calls = [call for call in run["calls"] if call["thread"] == "MainThread"]
     stream = next(call["stream"] for call in calls if call["name"] == "copy cuda to cpu")
     on_it = [call for call in calls if call["stream"] == stream]
     kinds = [call["name"] for call in on_it]
@@ -168,11 +163,11 @@ def test_a_snapshot_follows_its_step_and_the_next_update_follows_the_snapshot(ru
     assert streams == [0], "the computation waits for the copies"
 
 
-def test_a_rollback_puts_what_was_saved_on_the_card(runs):
+def test_a_rollback_puts_what_was_saved_on_the_card(fake_runs):
     """Each save has the state of this GPU's generator. Ranks that share documents have written
     their shards.
     """
-    run = runs(SHARED)
+    run = fake_runs(kind="run", **RUNS[SHARED])
     copies = noted(run, "copies", "rollback")
     assert {copy["way"] for copy in copies} == {"cpu to cuda"}
     assert sum(copy["bytes"] for copy in copies) == 12 * PARAMETERS // 8 + 4 * NUM_TENSORS

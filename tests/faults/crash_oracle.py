@@ -163,15 +163,7 @@ class Explorer:
                 is_changed = promise != before or operation.kind not in WITHOUT_EFFECT
         return report
 
-    def _judge(
-        self,
-        disk,
-        promise,
-        report,
-        chance,
-        torn_before,
-        place,
-    ):
+    def _judge(self, disk, promise, report, chance, torn_before, place):
         is_sampled = disk.num_combinations() > self._max_combinations
         report.num_sampled_cuts += is_sampled
         for state in disk.sample(self._max_combinations, chance) if is_sampled else disk.states():

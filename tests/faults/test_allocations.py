@@ -1,6 +1,5 @@
 """The short form of allocations.py: a run that lacks memory names the cause and harms nothing."""
 
-import json
 import subprocess
 import sys
 
@@ -8,6 +7,7 @@ from faults import allocations
 from faults.allocations import RECIPE, Scene, unnamed
 from faults.save_points import Survey
 from ranks import run_ranks
+from small_files import read_json
 from sweeps import short_or_full
 from toy_runs import run
 
@@ -20,7 +20,7 @@ def test_a_failed_allocation_is_named_and_harms_nothing(tmp_path):
     command = [sys.executable, allocations.__file__, "--cases", str(NUM_CASES), "--seed", "3"]
     command += ["--output", str(tmp_path / "result.json")]
     done = subprocess.run(command, timeout=300, capture_output=True, text=True)
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = read_json(tmp_path / "result.json")
     assert done.returncode == 0, result["faults"]
     assert sum(result["counts"].values()) == NUM_CASES
 

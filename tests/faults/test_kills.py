@@ -2,7 +2,6 @@
 and leave nothing.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import kills
 import pytest
 from kills import Campaign
+from small_files import read_json
 from sweeps import short_or_full
 
 SEED = 7
@@ -32,7 +32,7 @@ def test_nothing_is_lost_by_power_cuts(tmp_path):
     command += [str(tmp_path / "result.json")]
     done = subprocess.run(command, timeout=200, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "result.json").read_text())["faults"] == []
+    assert read_json(tmp_path / "result.json")["faults"] == []
 
 
 CUT_SHORT = """

@@ -4,7 +4,6 @@ them.
 Each rank has a separate working directory, like a machine, and all share the run directory.
 """
 
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from small_files import read_json, write_json
 from toy import change_tensors, write_weights
 from whole_runs import curve, run, started, tiny_model, train
 
@@ -67,11 +67,11 @@ def other_weights(root):
 def other_tokenizer(root):
     """Exchange the ids of two tokens."""
     file = root / "model" / "tokenizer.json"
-    tree = json.loads(file.read_text())
+    tree = read_json(file)
     vocabulary = tree["model"]["vocab"]
     *_, one, other = sorted(vocabulary, key=vocabulary.__getitem__)
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
-    file.write_text(json.dumps(tree))
+    write_json(file, tree)
 
 
 def other_template(root):

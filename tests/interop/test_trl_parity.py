@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_files import read_lines, write_json, write_lines
 from transformers import AutoTokenizer
 
 from trainer.quickstart import MODEL_DIR, TRAIN_FILE
@@ -92,9 +93,8 @@ def prepared(tmp_path_factory):
             "template": name if name == QWEN else None,
             "options": {"max_length": 2048, "assistant_only_loss": True},
         }
-        lines = "".join(json.dumps(row) + "\n" for row in found)
-        (directory / f"{name}.rows.jsonl").write_text(lines)
-    (directory / "jobs.json").write_text(json.dumps(jobs))
+        write_lines(directory / f"{name}.rows.jsonl", found)
+    write_json(directory / "jobs.json", jobs)
     script = Path(__file__).with_name("prepare_with_trl.py")
     kept = {
         key: value
@@ -118,7 +118,7 @@ Row = tuple[list[int], list[bool]]
 
 
 def rows_there(prepared, name):
-    rows = map(json.loads, (prepared / f"{name}.jsonl").read_text().splitlines())
+    rows = read_lines(prepared / f"{name}.jsonl")
     return [
         (row["input_ids"], [label != NOT_SUPERVISED for label in row["labels"]]) for row in rows
     ]

@@ -1,6 +1,5 @@
 """Features that can be combined in a run, with their values, as command-line arguments."""
 
-import json
 import random
 import shutil
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from family_trials import save_model
 from peft import LoraConfig, get_peft_model
 from plain_training import BETAS, DECAY, EPS, MIN_LR_RATIO
 from safetensors.torch import load_file, save_file
+from small_files import read_json, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.data.formats import vocabulary_digest
@@ -129,7 +129,7 @@ class Places:
             {"input_ids": ids, "loss_mask": list(map(int, mask)), **digest}
             for ids, mask in DATA[name]
         ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(path, rows)
         return path
 
 
@@ -156,7 +156,7 @@ def _drawn_rows(seed, count):
 
 NUM_IDS = 1000
 """The range of the drawn token ids. The tokenizer has more."""
-VOCAB = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
+VOCAB = read_json(MODEL_DIR / "config.json")["vocab_size"]
 DATA = {
     "main": _drawn_rows(0, 8),
     "first": _drawn_rows(1, 5),

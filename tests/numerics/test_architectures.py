@@ -9,7 +9,6 @@ runs is what the table of docs/models.md says, from a run of its own (`tests/sup
 which also tries what is too dear here).
 """
 
-import json
 import traceback
 
 import pytest
@@ -17,6 +16,7 @@ from families import FAMILIES, VARIANTS
 from family_trials import REFUSED, first_step, save_model
 from ranks import run_ranks
 from safetensors.torch import load_file
+from small_files import read_json
 from support_table import TABLE
 from sweeps import some
 from toy import differing
@@ -98,8 +98,6 @@ def test_the_export_is_what_transformers_would_save(results, root, num_ranks, na
     export = root / f"{name}-export-{num_ranks}"
     ours, theirs = (load_file(path / "model.safetensors") for path in (export, root / name))
     assert differing(ours, theirs) == []
-    config, their_config = (
-        json.loads((path / "config.json").read_text()) for path in (export, root / name)
-    )
+    config, their_config = (read_json(path / "config.json") for path in (export, root / name))
     assert config.pop("torch_dtype") == "float32"
     assert config | {"dtype": "float32"} == their_config

@@ -81,9 +81,7 @@ def built_with_errors(world, source):
     }
 
 
-def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attention(
-    source,
-):
+def test_only_what_a_kernel_says_of_its_arguments_is_answered_with_other_attention(source):
     """A GPU that is full, lost or without a compiler has nothing to do with packing: `auto` would
     train several times slower.
     """
@@ -114,9 +112,7 @@ def test_a_rank_that_fails_in_the_self_check_leaves_at_once(source):
     assert not is_ok and "OutOfMemoryError: CUDA out of memory" in text and process.exitcode == 1
 
 
-def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(
-    source,
-):
+def test_auto_falls_back_on_all_ranks_when_packing_fails_the_self_check_of_one(source):
     warning = "packed documents fail the self-check: the "
     for found, lines in run_ranks(built, 2, source, 1, "auto"):
         assert found == "one by one"
@@ -148,9 +144,7 @@ def deterministic(world, source, is_possible):
     return " ".join([found, *(os.environ[name] for name in names)])
 
 
-def test_an_operation_without_a_deterministic_kernel_is_named_before_training(
-    source,
-):
+def test_an_operation_without_a_deterministic_kernel_is_named_before_training(source):
     assert run_ranks(deterministic, 2, source, True) == ["packed :4096:8 Ring Simple"] * 2
     for refusal in run_ranks(deterministic, 2, source, False):
         assert refusal.startswith(

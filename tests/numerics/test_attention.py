@@ -27,13 +27,7 @@ def bounds(seqlens=SEQLENS):
     return {"cu_seq_lens_q": cu_seqlens_D1, "max_length_q": max(seqlens), "lengths": lengths}
 
 
-def inputs(
-    *,
-    seqlens=SEQLENS,
-    heads=(N, M),
-    sizes=(K, K),
-    dtype=torch.float32,
-):
+def inputs(*, seqlens=SEQLENS, heads=(N, M), sizes=(K, K), dtype=torch.float32):
     """Queries, keys and values."""
     generator = torch.Generator().manual_seed(sum(seqlens))
     shapes = [(heads[0], sizes[0]), (heads[1], sizes[0]), (heads[1], sizes[1])]

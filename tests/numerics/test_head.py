@@ -133,13 +133,7 @@ class _LargestOutput(TorchDispatchMode):
 
     num_elements = num_products = 0
 
-    def __torch_dispatch__(
-        self,
-        func,
-        types,
-        args=(),
-        kwargs=None,
-    ):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         self.num_products += func is torch.ops.aten.mm.default
         for tensor in result if isinstance(result, tuple | list) else (result,):

@@ -161,9 +161,7 @@ def test_compiled_layers_are_the_same_and_none_runs_uncompiled(compiled, case):
     assert 0 < found.num_frames == found.num_ok
 
 
-def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
-    compiled,
-):
+def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(compiled):
     """The model has one layer. Each of its 7 matrices takes part in two products, for the gradients
     of its input and of itself. The head computes its gradients earlier, in the forward pass.
     """
@@ -172,9 +170,7 @@ def test_a_compiled_backward_pass_is_the_same_and_repeats_no_product(
     assert found.num_products == 2 * 7
 
 
-def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(
-    compiled,
-):
+def test_selective_recomputation_of_layers_that_are_not_one_graph_is_refused(compiled):
     """Otherwise torch would run them uncompiled without a message."""
     refused = compiled.get("refused", "")
     assert "needs each layer in a single graph, but the layers of Qwen2ForCausalLM" in refused

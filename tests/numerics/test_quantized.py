@@ -1,13 +1,12 @@
 """Quantized checkpoints load as transformers dequantizes them, and export as bfloat16."""
 
-import json
-
 import pytest
 import torch
 from exports import export_adapted, export_model, tensors_in
 from peft import PeftModel
 from quantized_files import PREDICTING, write
 from ranks import run_ranks
+from small_files import read_json
 from torch.distributed.tensor import DTensor
 from toy import build, change_tensors, differing, whole
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
@@ -92,7 +91,7 @@ def test_models_train_on_and_exports_are_bfloat16_without_a_trace(root, expected
     for form in FORMS:
         target = root / f"{form}-export"
         assert not differing(tensors_in(target), expected[form]), form
-        config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+        config = read_json(target / "config.json")
         assert "quantization_config" not in config
         model, info = AutoModelForCausalLM.from_pretrained(
             target, dtype="auto", output_loading_info=True

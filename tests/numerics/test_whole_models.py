@@ -2,8 +2,6 @@
 is exported again.
 """
 
-import json
-
 import pytest
 import torch
 from exports import export_adapted, export_changed, tensors_in
@@ -11,6 +9,7 @@ from families import family_settings
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from small_files import read_json
 from toy import ToySamples, build, differing
 from transformers import (
     CONFIG_MAPPING,
@@ -102,8 +101,7 @@ def test_the_export_is_the_whole_again_with_another_text_part(trained):
     assert {theirs[key].dtype for key in same} == {torch.float32, torch.bfloat16}
     assert not any("vis" in key or "projector" in key for key in theirs.keys() - same)
     before, after = (
-        {**json.loads((d / "config.json").read_text()), "torch_dtype": 0}
-        for d in (model_dir, export)
+        {**read_json(d / "config.json"), "torch_dtype": 0} for d in (model_dir, export)
     )
     assert (
         before == after

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from small_files import read_json
+
 from trainer.checkpoint import choice, fsio, layout, retention
 from trainer.checkpoint.manifest import (
     MANIFEST,
@@ -65,7 +67,7 @@ def sealed(tree: dict[str, Any]) -> str:
 
 def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Let `change` alter the manifest of the checkpoint at `path`, then update its digest."""
-    tree = json.loads((path / MANIFEST).read_text())
+    tree = read_json(path / MANIFEST)
     change(tree)
     (path / MANIFEST).write_text(sealed(tree))
 

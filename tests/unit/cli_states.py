@@ -35,12 +35,6 @@ def rows(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines() if line[:9].strip().isdecimal()]
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def names(run_dir: Path) -> set[str]:
     return set(os.listdir(run_dir)) - {POINTER, LOCK}
 

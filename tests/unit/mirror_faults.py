@@ -6,7 +6,6 @@ late.
 
 import io
 import itertools
-import json
 import os
 import random
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from checkpoint_fakes import commit, files_of, save
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from small_files import write_lines
 
 from trainer.checkpoint import choice, layout, retention, rollback
 from trainer.checkpoint.choice import NoUsableCheckpointError
@@ -60,6 +60,10 @@ class FaultyStorage(MemoryFileSystem):
         was_dead = self._is_dead
         self._is_dead = False
         return was_dead
+
+    def fail_in(self, operations, kind):
+        """Let the operation fail that comes after so many, and no other."""
+        self.faults = {self.count + operations: kind}
 
     @contextmanager
     def undisturbed(self):
@@ -178,7 +182,7 @@ def run_dir(tmp_path):
         for step in (2, 4, 6)
     ]
     (path / "run.json").write_text('{"run_ids": {"wandb": "a1"}}')
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path / "metrics.jsonl", lines)
     return path
 
 

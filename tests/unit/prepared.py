@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizer_fixtures as fixtures
+from small_files import write_lines
 from tokenizer_fixtures import make_tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -20,13 +21,6 @@ from trainer.data.tokens import Encoded, tokenizer_digest
 
 CHATS = RowKeys()
 OPTIONS = PrepareOptions(keys=RowKeys(prompt_key="q", response_key="a"), max_length=64)
-
-
-def write_rows(path: Path, *rows: Any) -> Path:
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
-    return path
 
 
 def good_rows(count: int) -> list[dict[str, str]]:
@@ -54,7 +48,7 @@ def run(
 
 def run_rows(directory: Path, *rows: Any, **changes: Any) -> TokenDataset:
     """Prepare rows in a file of the directory, with changes of `OPTIONS`."""
-    path = write_rows(directory / "rows.jsonl", *rows)
+    path = write_lines(directory / "rows.jsonl", rows)
     return run(path, replace(OPTIONS, **changes), cache=directory / "cache")
 
 

@@ -4,7 +4,6 @@ the lock notices it.
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ import time
 from contextlib import suppress
 
 import pytest
+from small_files import change_json, read_json, write_json
 
 from trainer.checkpoint.lock import LOCK, RunLock
 from trainer.config import ConfigError
@@ -56,7 +56,7 @@ def test_kill_9_releases_it_although_a_worker_survives(tmp_path, holder):
     os.waitpid(pid, 0)
     lock = RunLock(tmp_path)
     lock.acquire(timeout_s=0)
-    assert lock.is_held() and json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    assert lock.is_held() and read_json(tmp_path / LOCK)["pid"] == os.getpid()
     os.kill(worker, 0)  # still alive
     lock.release()
 
@@ -111,7 +111,7 @@ def test_a_fenced_run_does_not_hold_it(tmp_path, fault):
         if fault == "copied over":
             os.replace(copy, path)
         elif fault == "nonce overwritten":
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"nonce": "0" * 32}))
+            change_json(path, nonce="0" * 32)
         elif fault == "emptied":
             path.write_bytes(b"")
         else:
@@ -141,8 +141,8 @@ def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_pa
     """
     with RunLock(tmp_path):
         assert heartbeat.is_live(tmp_path) and heartbeat.trainer_pid(tmp_path) == os.getpid()
-        left = json.loads((tmp_path / LOCK).read_text())
-    (tmp_path / LOCK).write_text(json.dumps(left | {"pid": 1}))
+        left = read_json(tmp_path / LOCK)
+    write_json(tmp_path / LOCK, left | {"pid": 1})
     assert not heartbeat.is_live(tmp_path) and heartbeat.trainer_pid(tmp_path) is None
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from checkpoint_fakes import commit, content_of, files_of, save, write_unfinished
 from cli_states import call as call  # fixtures
-from cli_states import flip, rows
+from cli_states import rows
 from cli_states import run_dir as run_dir
+from small_files import flip
 
 from trainer.checkpoint.lock import LOCK
 from trainer.checkpoint.manifest import MANIFEST

@@ -5,19 +5,14 @@ import shutil
 from unittest import mock
 
 import numpy as np
-import pytest
-from source_files import NUM_ANSWERS, answers, chats, words, write_sources
+from small_files import write_lines
+from source_files import NUM_ANSWERS, answers, chats, words
+from source_files import files as files  # a fixture
 
 from trainer.cli.data import main
 from trainer.quickstart import MODEL_DIR
 from trainer.train.start.compose import load_config
 from trainer.train.start.inputs import prepare_inputs
-
-
-@pytest.fixture
-def files(tmp_path):
-    write_sources(tmp_path)
-    return tmp_path
 
 
 def append(path, *pairs):
@@ -59,7 +54,7 @@ def test_hostile_text_and_names_are_printed_escaped(files, capsys):
         {"role": "user", "content": hostile},
         {"role": "assistant", "content": "</pre><b>done"},
     ]
-    (files / "chats.jsonl").write_text(json.dumps({"messages": turns, "\x1b[2J\u202e": 1}) + "\n")
+    write_lines(files / "chats.jsonl", [{"messages": turns, "\x1b[2J\u202e": 1}])
     given = [*words(files, chats(files)), "data.max_length=6000"]
     for command in ("preview", "stats"):
         assert main([command, *given]) == 0

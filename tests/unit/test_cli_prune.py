@@ -5,9 +5,10 @@ import random
 
 import pytest
 from checkpoint_fakes import content_of, expected_files, is_whole, save, write_unfinished
-from cli_states import LEFT, flip, leave_behind, names
+from cli_states import LEFT, leave_behind, names
 from cli_states import call as call  # fixtures
 from cli_states import run_dir as run_dir
+from small_files import flip
 from sweeps import short_or_full
 
 from trainer.checkpoint import choice, fsio, layout

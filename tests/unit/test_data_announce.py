@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import tokenizer_fixtures as fixtures
-from prepared import CHATS, OPTIONS, good_rows, run, run_rows, write_rows
+from prepared import CHATS, OPTIONS, good_rows, run, run_rows
+from small_files import write_lines
 
 from trainer.data.batch_plan import Limits, RankPlan, Schedule
 from trainer.data.formats import vocabulary_digest
@@ -35,7 +36,7 @@ def announced(caplog, train, validation=None):
 def test_the_start_names_what_is_not_trained_and_counts_turns_apart(tmp_path, caplog):
     chats = [[ASK, THINKING], [ASK, ANSWER, ASK, ANSWER]]
     rows = [{"messages": messages, "context": 1} for messages in chats]
-    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    path = write_lines(tmp_path / "rows.jsonl", rows)
     options = replace(OPTIONS, keys=CHATS)
 
     def lines(template):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prepared import good_rows, run, run_rows, write_rows
+from prepared import good_rows, run, run_rows
+from small_files import flip, write_lines
 
 from trainer.data import readers, token_cache
 from trainer.data.batch_plan import Limits, RankPlan, Schedule
@@ -20,15 +21,6 @@ from trainer.errors import DataError, ResumableError
 
 NUM_ROWS = 30
 PLAN = RankPlan(0, 1, Limits(None, None), 0.01)
-
-
-def flip(path):
-    """Change one bit in the same file."""
-    with path.open("r+b") as file:
-        content = bytearray(file.read())
-        content[len(content) // 2] ^= 1
-        file.seek(0)
-        file.write(content)
 
 
 def replace(path):
@@ -61,7 +53,7 @@ def acts_at(actions):
 @pytest.mark.parametrize("moment", ["hash", "middle", "last row"])
 def test_tokens_are_never_kept_under_the_hash_of_other_rows(tmp_path, monkeypatch, change, moment):
     monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
-    path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
+    path = write_lines(tmp_path / "rows.jsonl", good_rows(NUM_ROWS))
     calls = []
     run(path, cache=tmp_path / "clean", progress=lambda: calls.append(None))
     num_calls = len(calls) - 1  # the last one is of the hash that finds the change
@@ -73,7 +65,7 @@ def test_tokens_are_never_kept_under_the_hash_of_other_rows(tmp_path, monkeypatc
 
 def test_rows_that_were_other_ones_for_a_moment_are_refused(tmp_path):
     """The file has its first content and time again when it is hashed for the second time."""
-    path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
+    path = write_lines(tmp_path / "rows.jsonl", good_rows(NUM_ROWS))
     first = path.with_suffix(".first")
     shutil.copy2(path, first)
     # calls 1 and 2 are of the first hash and of the only block
@@ -84,7 +76,7 @@ def test_rows_that_were_other_ones_for_a_moment_are_refused(tmp_path):
 
 def test_a_change_that_coarse_times_do_not_show_is_found_by_its_hash(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fstat", lambda _: os.stat_result([0] * 10))
-    path = write_rows(tmp_path / "rows.jsonl", *good_rows(NUM_ROWS))
+    path = write_lines(tmp_path / "rows.jsonl", good_rows(NUM_ROWS))
     with pytest.raises(DataError, match="changed while its rows were prepared"):
         run(path, cache=tmp_path / "cache", progress=acts_at({2: lambda: flip(path)}))
 
@@ -96,7 +88,7 @@ def test_a_change_that_coarse_times_do_not_show_is_found_by_its_hash(tmp_path, m
 def prepared(tmp_path_factory):
     """A file of rows, and the cache with its tokens."""
     directory = tmp_path_factory.mktemp("prepared")
-    path = write_rows(directory / "rows.jsonl", *good_rows(300))
+    path = write_lines(directory / "rows.jsonl", good_rows(300))
     run(path, cache=directory / "cache")
     return path, directory / "cache"
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from prepared import OPTIONS, run
+from small_files import read_lines
 
 from trainer.config import RowKeys
 from trainer.errors import DataError
@@ -120,7 +121,7 @@ def refusal(*files):
 def listed(directory):
     """Return the rows in the list of bad rows that a message names."""
     (path,) = (directory / "cache").glob("bad_rows_*.jsonl")
-    return list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+    return list(read_lines(path))
 
 
 def test_every_bad_line_is_listed_with_its_reason(tmp_path):

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import tokenizer_fixtures as fixtures
-from prepared import OPTIONS, good_rows, run, write_rows
+from prepared import OPTIONS, good_rows, run
+from small_files import write_lines
 
 from trainer.data import readers
 from trainer.data.chat import RowEncoder
@@ -45,7 +46,7 @@ def children_of(pid):
 
 def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch):
     odd = [{"no": "chat"}, "{", {"q": "hi", "a": "word " * 90}, {"q": "hi", "a": "bye", "mood": 1}]
-    file = write_rows(tmp_path / "rows.jsonl", *good_rows(30), *odd, *good_rows(5))
+    file = write_lines(tmp_path / "rows.jsonl", [*good_rows(30), *odd, *good_rows(5)])
     found = []
     for count in (1, 3):
         with_cpus(monkeypatch, count)

@@ -8,8 +8,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from prepared import good_rows, run, run_rows, write_rows
+from prepared import good_rows, run, run_rows
 from rank_server import CONTEXT
+from small_files import write_lines
 
 from trainer.data import token_cache
 
@@ -34,7 +35,7 @@ def _caches(cache):
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_processes_that_prepare_at_once_see_the_same(tmp_path, has_locks):
     """With locks, one process prepares, and the others wait."""
-    path = write_rows(tmp_path / "rows.jsonl", *good_rows(2000))
+    path = write_lines(tmp_path / "rows.jsonl", good_rows(2000))
     cache = tmp_path / "cache"
     results = CONTEXT.Queue()
     arguments = (path, cache, has_locks, results)

@@ -5,6 +5,7 @@ import json
 import pytest
 import tokenizer_fixtures as fixtures
 from prepared import supervised
+from small_files import write_json, write_lines
 
 from trainer.config import ConfigError
 from trainer.train.start.compose import load_config
@@ -62,9 +63,9 @@ def test_tokens_that_a_template_of_ours_needs_are_asked_for(tmp_path):
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens = state["added_tokens"]
     state["added_tokens"] = [token for token in tokens if token["content"] != "<|im_end|>"]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    write_json(tmp_path / "tokenizer.json", state)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [USER, HI]}) + "\n")
+    write_lines(tmp_path / "rows.jsonl", [{"messages": [USER, HI]}])
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     words = [f"data.train_files={tmp_path}/rows.jsonl", f"data.cache_dir={tmp_path}/cache"]
     words += [f"model.partial_pretrain={tmp_path}", "model.random_weights=true"]

@@ -1,11 +1,11 @@
 """The token cache: prepared once per content, atomically, and with every row accounted for."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from prepared import OPTIONS, good_rows, run, run_rows, write_rows
+from prepared import OPTIONS, good_rows, run, run_rows
+from small_files import read_lines, write_lines
 from tokenizer_fixtures import make_tokenizer
 
 from trainer.config import RowKeys
@@ -16,8 +16,8 @@ from trainer.runtime.files import locked
 
 def test_samples_are_those_of_the_rows_over_blocks_and_files(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "BLOCK_ROWS", 5)
-    first = write_rows(tmp_path / "1.jsonl", *good_rows(6))
-    second = write_rows(tmp_path / "2.jsonl", "", {"q": "last", "a": "row 🙂"})
+    first = write_lines(tmp_path / "1.jsonl", good_rows(6))
+    second = write_lines(tmp_path / "2.jsonl", ["", {"q": "last", "a": "row 🙂"}])
     dataset = run([first, second], cache=tmp_path / "cache")
     tokenizer = make_tokenizer()
     rows = dataset.rows
@@ -34,7 +34,7 @@ def test_samples_are_those_of_the_rows_over_blocks_and_files(tmp_path, monkeypat
 
 
 def test_second_call_does_not_tokenize(tmp_path, monkeypatch):
-    path = write_rows(tmp_path / "rows.jsonl", *good_rows(3))
+    path = write_lines(tmp_path / "rows.jsonl", good_rows(3))
     first = run(path, cache=tmp_path / "cache")
     moved = path.rename(tmp_path / "moved.jsonl")
     monkeypatch.setattr("trainer.data.prepare.prepare_rows", None)
@@ -65,15 +65,11 @@ BAD_FILE = f"""{{"q": "question 0", "a": "answer 0"}}
 {{"q": "question 2", "a": "answer 2"}}"""
 
 
-def json_lines(path):
-    return list(map(json.loads, path.read_text().splitlines()))
-
-
 def test_bad_rows_skipped_are_counted_and_listed(tmp_path):
     dataset = run_rows(tmp_path, BAD_FILE, on_bad_row="skip")
     assert dataset.rows["line"].tolist() == [1, 3, 6]
     assert dataset.summary.bad_rows_by_kind == {"broken JSON": 1, "over-long": 1, "empty prompt": 1}
-    *_, empty = json_lines(dataset.directory / "bad_rows.jsonl")
+    *_, empty = read_lines(dataset.directory / "bad_rows.jsonl")
     assert empty["reason"].startswith("empty prompt") and "'q': ''" in empty["excerpt"]
 
 
@@ -108,7 +104,7 @@ def test_over_long_rows_are_cut_or_dropped_and_listed_with_file_and_line(
         assert np.array_equal(found.sample(1), (ids[kept], mask[kept]))
         assert (summary.num_truncated, summary.num_cut_tokens) == (1, len(ids) - 64)
     assert (len(found), summary.num_dropped) == ((2, 0) if kept else (1, 1))
-    [row] = json_lines(found.directory / "over_long_rows.jsonl")
+    [row] = read_lines(found.directory / "over_long_rows.jsonl")
     place = {"file": f"{tmp_path}/rows.jsonl", "line": 2}
     assert row == place | {"num_tokens": len(ids), "action": "cut" if kept else "dropped"}
     assert summary.num_bad_rows == 0
@@ -147,7 +143,7 @@ def test_a_supervised_first_token_is_no_label(tmp_path):
 
 
 def test_max_samples_takes_the_first_rows(tmp_path):
-    files = [write_rows(tmp_path / f"{i}.jsonl", *good_rows(3)) for i in range(2)]
+    files = [write_lines(tmp_path / f"{i}.jsonl", good_rows(3)) for i in range(2)]
     dataset = run(files, replace(OPTIONS, max_samples=4), cache=tmp_path / "cache")
     assert [dataset.location(i) for i in (2, 3)] == [f"{files[0]}:3", f"{files[1]}:1"]
     assert len(dataset) == dataset.summary.num_rows == 4

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from checkpoint_fakes import save
+from small_files import change_json
 
 from trainer.checkpoint import fsio
 from trainer.cli import doctor
@@ -59,8 +60,7 @@ class Scene:
 
     def model(self, **changes):
         shutil.copytree(MODEL_DIR, "model")
-        config = json.loads(Path("model/config.json").read_text())
-        self.write("model/config.json", json.dumps(config | changes))
+        change_json(Path("model/config.json"), **changes)
         self.write("model/model.safetensors", "")
 
     def checkpoint(self, pointer="2"):

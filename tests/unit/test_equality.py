@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from checkpoint_fakes import rewrite_manifest
-from cli_states import flip
 from ranks import run_ranks
+from small_files import flip
 from toy_runs import Recipe, run
 from toy_runs import source as source  # fixture
 from whole_equality import compare_runs

@@ -1,11 +1,11 @@
 """Scoring of checkpoints: each once, with correct numbers, and safe from rotation."""
 
-import json
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 from checkpoint_fakes import commit
+from small_files import write_json, write_lines
 
 from trainer.checkpoint import layout, retention
 from trainer.checkpoint.retention import worth_keeping
@@ -44,7 +44,7 @@ def run_with(root, *steps):
 def record(run_dir, *words):
     """Write the configuration of a run with the quickstart's model."""
     config = load_config(list(words)).resolved
-    (run_dir / "run.json").write_text(json.dumps({"config": config}))
+    write_json(run_dir / "run.json", {"config": config})
 
 
 def test_after_a_kill_it_asks_again_and_writes_every_sample_once(tmp_path):
@@ -141,7 +141,7 @@ def test_wrong_usage_is_refused_before_anything_is_written(
     run_dir = run_with(tmp_path / "run", 1)
     record(run_dir)
     prompts = tmp_path / "q.jsonl"
-    prompts.write_text(json.dumps({"messages": CHAT}))
+    write_json(prompts, {"messages": CHAT})
     assert command.main([str(run_dir), "--prompts", str(prompts), *words]) == code
     assert said in capsys.readouterr().err and not (run_dir / FILE_NAME).exists()
 
@@ -179,7 +179,7 @@ def test_a_result_is_attached_to_a_deleted_checkpoint_from_the_directory_of_anot
     run_dir = run_with(tmp_path, 20)
     record(run_dir, "trainer.logger=[console]")
     event = {"ts": 1, "attempt": 1, "step": 10, "kind": "checkpoint", "level": "", "message": ""}
-    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    write_lines(run_dir / "events.jsonl", [event])
     monkeypatch.chdir(run_dir / "global_step_20")
     assert command.main([".", "--attach", "10", "code", "1"]) == 0
 

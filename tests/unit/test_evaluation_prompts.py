@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tokenizer_fixtures as fixtures
 from checkpoint_fakes import commit
+from small_files import write_json, write_lines
 from tokenizer_fixtures import make_tokenizer
 from toy import write_model_config
 from transformers import GenerationConfig
@@ -63,7 +64,7 @@ def asked(tmp_path, monkeypatch):
         write_model_config(model)
         tokenizer = make_tokenizer(None if "no template" in words else fixtures.QWEN3)
         tokenizer.save_pretrained(model)
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        write_lines(tmp_path / "rows.jsonl", [row])
         config = load_config(run_words(tmp_path, words))
         run_dir.mkdir()
         export = commit(run_dir, 10) / "huggingface"
@@ -71,10 +72,10 @@ def asked(tmp_path, monkeypatch):
         GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(export)
         (export / "model.safetensors").write_bytes(b"")
         tree = {"config": config.resolved, "project_name": "a", "experiment_name": "b"}
-        (run_dir / "run.json").write_text(json.dumps(tree))
+        write_json(run_dir / "run.json", tree)
         more = []
         if question is not None:
-            (tmp_path / "q.jsonl").write_text(json.dumps(question | {"answer": "a"}))
+            write_json(tmp_path / "q.jsonl", question | {"answer": "a"})
             more = ["--prompts", f"{tmp_path}/q.jsonl"]
         return command.main([str(run_dir), *ASKING, *more])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import safetensors
 import whole_runs
+from small_files import read_lines
 
 from trainer import api
 from trainer.train.start.compose import load_config
@@ -31,7 +32,7 @@ def test_own_rows_are_trained_and_their_model_takes_an_adapter(tmp_path, monkeyp
     monkeypatch.setattr(api, "train", train)
     tiny = whole_runs.tiny_model(tmp_path)
     said = said_by("own_data.py", *tiny, "data.train_max_samples=-1")
-    rows = [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()]
+    rows = read_lines(Path("chats.jsonl"))
     assert len(rows) == 40 and "2 plus 2 is 4." in json.dumps(rows[2])
     export = Path(said.split(": ")[-1])
     assert said.startswith("validation loss ") and (export / "config.json").is_file()

@@ -1,10 +1,9 @@
 """Tests of an export that is written from a plan, without a model or a run."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_files import read_json, write_json
 
 from trainer.checkpoint.export import ExportSource, plan_export, write_export
 from trainer.checkpoint.model_files import ModelFiles
@@ -20,7 +19,7 @@ def source(tmp_path):
     config = {"dtype": "float32", "text_config": {"dtype": "float32", "torch_dtype": "float32"}}
     directory = tmp_path / "model"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_json(directory / "config.json", config)
     return ExportSource(ModelFiles.read(directory), None, ())
 
 
@@ -34,6 +33,6 @@ def test_values_and_config_are_in_the_dtype_of_the_export(source, tmp_path):
         found["weight"], WEIGHT.bfloat16()
     )
     assert found["buffer"].dtype == torch.float32 and torch.equal(found["buffer"], BUFFER)
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config = read_json(target / "config.json")
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
     assert config["text_config"] == {"dtype": "bfloat16", "torch_dtype": "bfloat16"}

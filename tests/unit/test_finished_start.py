@@ -2,12 +2,12 @@
 check.
 """
 
-import json
 import subprocess
 import sys
 
 import pytest
 from checkpoint_fakes import save
+from small_files import write_json
 
 from trainer.checkpoint import finished
 from trainer.checkpoint.layout import POINTER
@@ -88,7 +88,7 @@ def test_a_finished_run_says_again_that_its_mirror_lacks_the_last_checkpoint(
     steps, words, tmp_path, capsys
 ):
     """The advice was to continue the run, which only printed that it is complete."""
-    (tmp_path / "run" / STATE).write_text(json.dumps({"steps": steps}))
+    write_json(tmp_path / "run" / STATE, {"steps": steps})
     mirroring.warn_if_behind(load_config(words))
     said = capsys.readouterr().err
     if steps == [2, 4]:

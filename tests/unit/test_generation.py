@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from small_files import change_json, write_json
 from tokenizer_fixtures import make_tokenizer
 
 from trainer.config import ConfigError
@@ -38,13 +39,9 @@ def export(tmp_path):
     return path
 
 
-def add(path, changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def test_code_that_comes_with_an_export_is_not_run(export, tmp_path):
     code = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
-    add(export / "config.json", {"auto_map": code, "model_type": "own"})
+    change_json(export / "config.json", auto_map=code, model_type="own")
     (export / "own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
     with pytest.raises(ConfigError, match="auto_map"):
         answers(export, "add 1")
@@ -82,7 +79,7 @@ def test_a_truncated_file_of_weights_is_named(export):
 
 def test_vllm_is_not_asked_for_modules_that_it_would_leave_out(export):
     settings = {"base_model_name_or_path": str(export), "r": 4, "modules_to_save": ["lm_head"]}
-    (export / "adapter_config.json").write_text(json.dumps(settings))
+    write_json(export / "adapter_config.json", settings)
     with pytest.raises(ConfigError, match=r"modules_to_save.\nFix: .*checkpoint export"):
         ask_vllm(export, {}, python="python3")
     # nor is it taken for a whole model
@@ -95,5 +92,5 @@ def test_answers_depend_neither_on_sampling_settings_nor_on_the_batch(export):
     texts = ["add 1", "multiply the number by 31", "reverse"] * 12
     plain = answers(export, *texts)
     assert plain[:3] == answers(export, *texts[:3]) and len(plain) == 36
-    add(export / "generation_config.json", SAMPLING)
+    change_json(export / "generation_config.json", **SAMPLING)
     assert answers(export, *texts) == plain

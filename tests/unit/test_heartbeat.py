@@ -1,9 +1,9 @@
 """The rank's side of the watchdog: its record, its stacks on request, and its file for users."""
 
-import json
 import os
 
 import pytest
+from small_files import read_json
 
 from trainer.runtime.heartbeat import Heartbeat
 from trainer.runtime.status import VARIABLE, Beat, new_status, write_beat
@@ -42,5 +42,5 @@ def test_people_can_read_where_a_rank_is(tmp_path, monkeypatch):
     heartbeat.report_to(tmp_path)
     heartbeat.step = 17
     heartbeat.beat()
-    report = json.loads((tmp_path / "heartbeat/rank_2.json").read_text())
+    report = read_json(tmp_path / "heartbeat/rank_2.json")
     assert (report["rank"], report["step"], report["phase"]) == (2, 17, "train")

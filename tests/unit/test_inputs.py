@@ -6,7 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 from families import FAMILIES
-from source_files import NUM_CHATS, TEMPLATE, answers, chats, words, write_sources
+from source_files import NUM_CHATS, TEMPLATE, answers, chats, words
+from source_files import files as files  # a fixture
 from toy import VOCAB, write_model_config
 
 from trainer.data import token_cache
@@ -15,12 +16,6 @@ from trainer.quickstart import MODEL_DIR
 from trainer.train.start import main
 from trainer.train.start.compose import load_config
 from trainer.train.start.inputs import prepare_inputs
-
-
-@pytest.fixture
-def files(tmp_path):
-    write_sources(tmp_path)
-    return tmp_path
 
 
 def inputs_of(*given):

@@ -24,6 +24,7 @@ from mirror_faults import (
 from mirror_faults import in_order as in_order  # fixtures
 from mirror_faults import run_dir as run_dir
 from processes import wait_until
+from small_files import write_json
 
 from trainer.checkpoint import layout, retention
 from trainer.checkpoint.choice import NoUsableCheckpointError
@@ -307,7 +308,7 @@ def test_commands_know_the_mirror(run_dir, tmp_path, capsys):
     names = ["trainer.project_name=toy", "trainer.experiment_name=toy"]
     config = load_config([f"trainer.checkpoint.mirror={url}", *names])
     save(run_dir, 2, 4)
-    (run_dir / "run.json").write_text(json.dumps({"config": config.resolved}))
+    write_json(run_dir / "run.json", {"config": config.resolved})
     assert mirror.main([str(run_dir)]) == 0
     assert capsys.readouterr().out == f"mirror {url}  steps: 2, 4\n"
     assert is_whole(tmp_path / "mirror" / "global_step_4")
@@ -333,12 +334,7 @@ def test_a_url_that_cannot_work_is_refused_before_anything_is_connected(url, rea
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_other_machines_wait_for_what_arrives_and_no_longer(
-    arrives,
-    run_dir,
-    monkeypatch,
-    capsys,
-):
+def test_other_machines_wait_for_what_arrives_and_no_longer(arrives, run_dir, monkeypatch, capsys):
     """Waits nine times as long as without data; the clock is simulated."""
     words = ["hang_timeout_s=350", f"checkpoint.mirror={URL}", f"default_local_dir={run_dir}"]
     staging = run_dir / f"{layout.STAGING_PREFIX}global_step_4.1"

@@ -88,7 +88,7 @@ def has_all_results(path):
 def test_a_download_that_ends_early_is_read_again(run_dir, tmp_path):
     storage = mirrored(run_dir, 2, 4)
     for at in range(1, 30):
-        storage.faults = {storage.count + at: "cut"}
+        storage.fail_in(at, "cut")
         with suppress(ResumableError):
             new = tmp_path / str(at)
             assert restored(new, storage) == new / "global_step_4"
@@ -100,7 +100,7 @@ def test_what_a_rollback_discarded_stays_until_its_target_is_up(run_dir, tmp_pat
     own = uploader(run_dir, storage)
     own.sync()
     roll_back(run_dir, 4)
-    storage.faults = {storage.count + 6: "refused"}
+    storage.fail_in(6, "refused")
     with pytest.raises(StorageError):
         own.sync()
     assert restored(tmp_path / "new", storage)
@@ -120,7 +120,7 @@ def test_results_of_a_checkpoint_that_is_already_up_are_restored(kind, run_dir, 
     (run_dir / "proofs" / "step_6.json").write_text("{}")
     own = uploader(run_dir, storage)
     for at in range(1, 20 if kind else 2):
-        storage.faults = {storage.count + at: kind}
+        storage.fail_in(at, kind)
         with suppress(StorageError, Killed):
             own.sync()
         if storage.revive():
@@ -190,7 +190,7 @@ def test_a_run_that_saves_anew_before_its_rollback_is_up_loses_no_rollback(run_d
     roll_back(run_dir, 6)
     save(run_dir, 8, nonce="anew")
     for at in range(1, 22):
-        storage.faults = {storage.count + at: "killed before"}
+        storage.fail_in(at, "killed before")
         with suppress(Killed):
             uploader(run_dir, storage).sync()
         storage.revive()
@@ -208,7 +208,7 @@ def test_a_step_that_is_saved_anew_is_never_taken_as_it_was_before(tmp_path):
         (run_dir / layout.POINTER).write_text("2")
         uploader(run_dir, storage).sync()
         save(run_dir, 4, nonce="anew")
-        storage.faults = {storage.count + at: "killed before"}
+        storage.fail_in(at, "killed before")
         with pytest.raises(Killed):
             uploader(run_dir, storage).sync()
         storage.revive()
@@ -222,7 +222,7 @@ def test_a_pointer_that_is_not_seen_is_no_success(kind, run_dir, tmp_path):
     own = uploader(run_dir, storage)
     own.sync()
     (run_dir / layout.POINTER).write_text("2")
-    storage.faults = {storage.count + 11: kind}
+    storage.fail_in(11, kind)
     storage.late_by = 9
     with pytest.raises(StorageError):
         own.sync()

@@ -94,14 +94,7 @@ GROUPED = {
 """Return the factor of the learning rate and the weight decay in these groups."""
 
 
-def plain_steps(
-    values,
-    gradients,
-    rates,
-    *,
-    decay,
-    is_matrix,
-):
+def plain_steps(values, gradients, rates, *, decay, is_matrix):
     """Return a parameter after some steps with torch's AdamW, or with the definition of Muon in
     float64.
     """

@@ -1,11 +1,11 @@
 """The launcher finds errors before it starts a rank, within seconds and without torch."""
 
-import json
 import os
 import subprocess
 import sys
 
 from repository import REPOSITORY
+from small_files import write_json
 
 TRY_ALL = """
 import sys
@@ -85,7 +85,7 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path)
     half = write_model(tmp_path / "half", model_safetensors=None)
     (half / "a.safetensors").touch()
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
-    (half / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_json(half / "model.safetensors.index.json", index)
     done = subprocess.run(
         [sys.executable, "-c", TRY_ALL],
         input="\n".join(MISTAKES),

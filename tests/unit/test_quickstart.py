@@ -2,18 +2,15 @@
 regenerated.
 """
 
-import json
 import re
+
+from small_files import read_lines
 
 from trainer.quickstart import TRAIN_FILE
 
 
-def _rows():
-    return [json.loads(line) for line in TRAIN_FILE.read_text().splitlines()]
-
-
 def test_every_answer_runs_and_passes_its_check():
-    for row in _rows():
+    for row in read_lines(TRAIN_FILE):
         answer = row["messages"][1]["content"]
         code = re.fullmatch(r"```python\n(.*)\n```", answer, re.DOTALL)
         assert code, answer

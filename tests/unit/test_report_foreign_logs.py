@@ -2,7 +2,6 @@
 losses, long answers, steps logged in intervals.
 """
 
-import json
 import time
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ from report_faults import (
     told,
     validated,
 )
+from small_files import write_lines
 
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
@@ -330,9 +330,7 @@ def test_names_of_other_trainers_are_known(tmp_path):
         "memory/max_allocated (GiB)": "memory/max_allocated_gib",
     }
     rows = ({"_step": step, **dict.fromkeys(columns, float(step))} for step in range(1, 9))
-    log = tmp_path / "history.jsonl"
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    series = read_run(log).series
+    series = read_run(write_lines(tmp_path / "history.jsonl", rows)).series
     assert set(columns.values()) <= series.keys()
     assert series["throughput/train/mfu"].values[0] == 0.01
 
@@ -348,8 +346,7 @@ LINES = {
 
 @pytest.mark.parametrize("text", LINES.values(), ids=LINES)
 def test_the_console_lines_of_other_trainers_are_read(tmp_path, text):
-    log = tmp_path / "console.log"
-    log.write_text("".join(text.format(n) + "\n" for n in range(1, 9)))
+    log = write_lines(tmp_path / "console.log", [text.format(n) for n in range(1, 9)])
     found = {key: series.values[-1] for key, series in read_run(log).series.items()}
     known = {"train/loss": 1.5, "train/lr": 1e-5, "train/grad_norm": 0.5}
     assert found.items() >= known.items()
@@ -359,10 +356,10 @@ def test_failed_saves_are_read_from_the_console_and_metrics_of_saves_are_none(tm
     log = tmp_path / "console.log"
     error = "ERROR: save_checkpoint failed: OSError: [Errno 122] Disk quota exceeded"
     lines = [f"step {n} | loss: {2 - n / 300} | lr: 1e-5" for n in range(1, 200)]
-    log.write_text("\n".join([*lines[:120], error, *lines[120:]]))
+    write_lines(log, [*lines[:120], error, *lines[120:]])
     assert serious(judged(log))["saves_failed"].steps == (120, 120)
     lines = [f"step:{n} - critic/error:0.1 - timing_s/save_checkpoint:30.5" for n in range(1, 9)]
-    log.write_text("\n".join(lines))
+    write_lines(log, lines)
     assert "checkpoint/failed_in_a_row" not in read_run(log).series
 
 
@@ -403,8 +400,7 @@ def test_names_that_no_table_holds_are_guessed_from_their_words(name, key):
 
 VERL = ["Total training steps: 300", *(f"step:{n} - actor/pg_loss:0.1" for n in range(1, 150))]
 LLAMA_FACTORY = [
-    json.dumps({"current_steps": step, "total_steps": 300, "loss": 1.5, "lr": 1e-5})
-    for step in range(1, 150)
+    {"current_steps": step, "total_steps": 300, "loss": 1.5, "lr": 1e-5} for step in range(1, 150)
 ]
 
 
@@ -412,9 +408,7 @@ LLAMA_FACTORY = [
     ("name", "lines"), [("verl.log", VERL), ("trainer_log.jsonl", LLAMA_FACTORY)]
 )
 def test_the_planned_steps_of_other_trainers_are_known(tmp_path, name, lines):
-    log = tmp_path / name
-    log.write_text("\n".join(lines))
-    run = read_run(log)
+    run = read_run(write_lines(tmp_path / name, lines))
     assert run.total_steps == 300
     assert told(analyse(run))["run_complete:steps"].steps == (149, 149)
 

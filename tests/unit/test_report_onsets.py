@@ -2,7 +2,6 @@
 run directory.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from log_formats import make_curves, write_transformers
 from report_curves import checkpoints
 from report_faults import judged, of_rule
+from small_files import write_json
 
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.run_log import RunLog, Series
@@ -44,7 +44,7 @@ def test_checkpoints_that_are_not_next_to_a_log_are_not_missed(tmp_path, saved):
         directory.mkdir()
         write_transformers(directory, make_curves())
         if saved:
-            (directory / "args.json").write_text(json.dumps({"save_steps": 50}))
+            write_json(directory / "args.json", {"save_steps": 50})
     report = judged(run_dir)
     assert "ckpt_complete" not in {finding.rule for finding in report.findings}
     assert (report.generalisation.recommended_path is None) == (not saved)

@@ -18,6 +18,7 @@ import pytest
 from page_text import Page
 from report_curves import changed, checkpoints, sft_run, swift_run
 from rich.console import Console
+from small_files import read_json
 
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.page import as_page
@@ -28,7 +29,7 @@ from trainer.tools.report.sections import sections
 from trainer.tools.report.side_by_side import side_by_side
 from trainer.tools.report.terminal import print_report, print_section
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").read_text())
+SCHEMA = read_json(Path(__file__).parents[2] / "docs" / "report.schema.json")
 MAX_PAGE_BYTES = 1_500_000
 HOSTILE = 'x/<script>alert("1")</script>&\x1b[31m[red]$\\frac{1}{0}$'
 

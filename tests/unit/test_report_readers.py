@@ -7,7 +7,8 @@ import sys
 
 import numpy as np
 import pytest
-from log_formats import SWIFT_NAMES, WRITERS, make_curves, write_lines, write_swift
+from log_formats import SWIFT_NAMES, WRITERS, make_curves, write_swift
+from small_files import write_lines
 
 from trainer.tools.report.readers import UnreadableLogError, read_run
 from trainer.tools.report.readers.parsing import canonical

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from log_formats import WRITERS, make_curves, write_lines
+from log_formats import WRITERS, make_curves
+from small_files import write_lines
 
 from trainer.tools.report.readers import UnreadableLogError, read_run, store
 

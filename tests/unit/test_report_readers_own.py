@@ -1,12 +1,12 @@
 """Our run directory as the report reads it: restarts, rollbacks, events, checkpoints, proofs."""
 
-import json
 from dataclasses import asdict
 
 import pytest
 from checkpoint_fakes import save, write_unfinished
-from log_formats import write_lines, write_own
+from log_formats import write_own
 from report_curves import sft_run
+from small_files import write_json, write_lines
 
 from trainer.runtime.progress import Rollback
 from trainer.tools.report.analyse import analyse
@@ -23,6 +23,13 @@ def row(step, attempt=1, kind="train", **metrics):
 
 def train_rows(steps, attempt, value):
     return [row(step, attempt, **{"train/loss": value}) for step in steps]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The directory of a run with three steps."""
+    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -65,39 +72,36 @@ def test_a_marker_takes_back_later_rows(tmp_path, rows, losses, num_attempts, nu
     assert log.num_rows == sum(one["kind"] in ("train", "val") for one in rows)
 
 
-def test_events_and_the_exit_code_of_the_last_attempt(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
+def test_events_and_the_exit_code_of_the_last_attempt(run_dir):
     start = {"step": 0, "kind": "start", "level": "info", "message": "begins"}
     end = {"step": 3, "kind": "end", "level": "error", "message": "crashed", "exit_code": 1}
-    write_lines(tmp_path / "events.jsonl", [start, end])
+    write_lines(run_dir / "events.jsonl", [start, end])
     config = {"optim": {"lr": 1e-4}, "trainer": {"logger": ["csv"]}}
-    write_lines(tmp_path / "run.json", [{"total_steps": 9, "config": config}])
-    log = read_run(tmp_path)
+    write_lines(run_dir / "run.json", [{"total_steps": 9, "config": config}])
+    log = read_run(run_dir)
     assert log.events == (LogEvent(0, "start", "begins"), LogEvent(3, "end", "crashed", "error"))
     assert (log.exit_code, log.total_steps) == (1, 9)
     assert log.config == {"optim.lr": 1e-4, "trainer.logger": ["csv"]}
-    write_lines(tmp_path / "events.jsonl", [start, end, start])
-    assert read_run(tmp_path).exit_code is None, "it runs again"
+    write_lines(run_dir / "events.jsonl", [start, end, start])
+    assert read_run(run_dir).exit_code is None, "it runs again"
 
 
-def test_the_configuration_is_known_whichever_file_of_a_run_is_read(tmp_path):
+def test_the_configuration_is_known_whichever_file_of_a_run_is_read(run_dir):
     """Without `model.random_weights`, the report warns of a usual loss."""
     config = {"model": {"random_weights": True}}
-    write_lines(tmp_path / "run.json", [{"config": config}])
-    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 5.84))
-    (tmp_path / "training_history.csv").write_text("epoch,loss\n1,5.84\n")
+    write_lines(run_dir / "run.json", [{"config": config}])
+    (run_dir / "training_history.csv").write_text("epoch,loss\n1,5.84\n")
     for name in ("metrics.jsonl", "training_history.csv"):
-        assert read_run(tmp_path / name).config == {"model.random_weights": True}, name
+        assert read_run(run_dir / name).config == {"model.random_weights": True}, name
 
 
-def test_checkpoints_are_judged_by_names_and_sizes(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
-    save(tmp_path, 10, 20, 30, 40)
-    (tmp_path / "global_step_20" / "huggingface" / "config.json").unlink()
-    (tmp_path / "global_step_30" / "data.pt").write_bytes(b"123")
-    (tmp_path / "global_step_40" / "manifest.json").write_text("{")
-    write_unfinished(tmp_path, 50)
-    log = read_run(tmp_path)
+def test_checkpoints_are_judged_by_names_and_sizes(run_dir):
+    save(run_dir, 10, 20, 30, 40)
+    (run_dir / "global_step_20" / "huggingface" / "config.json").unlink()
+    (run_dir / "global_step_30" / "data.pt").write_bytes(b"123")
+    (run_dir / "global_step_40" / "manifest.json").write_text("{")
+    write_unfinished(run_dir, 50)
+    log = read_run(run_dir)
     whole, *damaged = log.checkpoints
     assert not whole.faults and whole.size_bytes > 100
     causes = ("huggingface/config.json", "data.pt has 3 bytes", "manifest.json", "no manifest")
@@ -109,13 +113,12 @@ def test_checkpoints_are_judged_by_names_and_sizes(tmp_path):
     assert "Resume from an older one" in remedies["ckpt_complete:step-30"]
 
 
-def test_directories_that_only_resemble_checkpoints_are_none(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
-    save(tmp_path, 10)
+def test_directories_that_only_resemble_checkpoints_are_none(run_dir):
+    save(run_dir, 10)
     for name in ("global_step_012", "global_step_", "global_step_7x", f"global_step_{2**70}"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").touch()
-    assert [state.step for state in read_run(tmp_path).checkpoints] == [10]
+        (run_dir / name).mkdir()
+        (run_dir / name / "file").touch()
+    assert [state.step for state in read_run(run_dir).checkpoints] == [10]
 
 
 def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_cause(tmp_path):
@@ -125,7 +128,7 @@ def test_proofs_of_served_losses_are_shown_and_a_refused_one_fails_with_its_caus
     write_own(tmp_path, sft_run(1).series)
     (tmp_path / "proofs").mkdir()
     for number, content in enumerate([equal, equal | refused, {"step": 7}, [1]]):
-        (tmp_path / "proofs" / f"step_{number}_vllm.json").write_text(json.dumps(content))
+        write_json(tmp_path / "proofs" / f"step_{number}_vllm.json", content)
     (tmp_path / "proofs" / "step_9_torn.json").write_text('{"step": 9, "is_eq')
     log = read_run(tmp_path)
     report = analyse(log)
@@ -146,7 +149,7 @@ def test_results_of_checkpoints_that_a_rollback_discarded_do_not_count(tmp_path)
     write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 41), 1, 1.0))
     save(tmp_path, 10, 20, 30)
     entry = Rollback(36, 40, 20, 28, 48, "a rule", discarded=["old30", "old40"])
-    (tmp_path / "rollbacks.json").write_text(json.dumps({"rollbacks": [asdict(entry)]}))
+    write_json(tmp_path / "rollbacks.json", {"rollbacks": [asdict(entry)]})
     nonces = {5: "rotated", 10: "a1b10", 20: "restarted", 30: "old30", 40: "old40", 50: ""}
     summary = {"kind": "summary", "name": "eval/x"}
     results = [summary | {"step": at, "nonce": nonces[at], "mean": at / 100} for at in nonces]
@@ -157,7 +160,7 @@ def test_results_of_checkpoints_that_a_rollback_discarded_do_not_count(tmp_path)
     for at, nonce in nonces.items():
         known = {"nonce": nonce} if nonce else {}
         content = proof | {"step": at, "causes": ["lost"]} | known
-        (tmp_path / "proofs" / f"step_{at}_vllm.json").write_text(json.dumps(content))
+        write_json(tmp_path / "proofs" / f"step_{at}_vllm.json", content)
     log = read_run(tmp_path)
     assert {name: [*rows] for name, rows in log.evaluations.items()} == {"eval/x": [5, 10, 50]}
     assert [one.step for one in log.proofs] == [5, 10, 50]
@@ -166,23 +169,21 @@ def test_results_of_checkpoints_that_a_rollback_discarded_do_not_count(tmp_path)
 
 
 def test_losses_of_samples_that_take_too_long_to_read_are_named_and_hide_nothing(
-    tmp_path, monkeypatch
+    run_dir, monkeypatch
 ):
     monkeypatch.setattr(row_losses, "MAX_BYTES", 10)
-    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
-    write_lines(tmp_path / "row_losses.jsonl", [{"step": 1, "kind": "start"}])
+    write_lines(run_dir / "row_losses.jsonl", [{"step": 1, "kind": "start"}])
     summary = {"kind": "summary", "name": "eval/x", "step": 3, "mean": 0.5}
-    write_lines(tmp_path / "evaluations.jsonl", [summary])
-    log = read_run(tmp_path)
-    assert log.notes == (f"{tmp_path}/row_losses.jsonl cannot be read: it is longer than 10 B",)
+    write_lines(run_dir / "evaluations.jsonl", [summary])
+    log = read_run(run_dir)
+    assert log.notes == (f"{run_dir}/row_losses.jsonl cannot be read: it is longer than 10 B",)
     assert log.evaluations.keys() == {"eval/x"}
 
 
-def test_a_run_without_a_recorded_configuration_is_read(tmp_path):
+def test_a_run_without_a_recorded_configuration_is_read(run_dir):
     """Code of one's own may call `Tracking` without one."""
-    write_lines(tmp_path / "metrics.jsonl", train_rows(range(1, 4), 1, 1.0))
-    (tmp_path / "run.json").write_text('{"config": null, "environment": null}')
-    assert read_run(tmp_path).config == {}
+    (run_dir / "run.json").write_text('{"config": null, "environment": null}')
+    assert read_run(run_dir).config == {}
 
 
 def test_machine_versions_and_a_sample_are_on_the_page(tmp_path):

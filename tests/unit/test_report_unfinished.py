@@ -2,13 +2,13 @@
 various ways.
 """
 
-import json
 import os
 import socket
 
 import numpy as np
 import pytest
 from report_faults import judged, line
+from small_files import write_json
 
 from trainer.cli import report as command
 from trainer.tracking import Tracking
@@ -67,13 +67,13 @@ def test_a_resume_that_is_to_train_longer_counts(tmp_path):
 def test_a_run_that_is_still_training_is_no_reason_for_attention(tmp_path):
     tracking = train(tmp_path, range(1, 121))
     holder = {"nonce": "0", "pid": os.getpid(), "host": socket.gethostname(), "started": "now"}
-    (tmp_path / ".train.lock").write_text(json.dumps(holder))
+    write_json(tmp_path / ".train.lock", holder)
     report = judged(tmp_path)
     assert titles(report) == [
         "The run has completed 120 of 186 steps (64.5%) and is still running."
     ]
     assert report.verdict == "OK" and line(report, "all_steps").status == "unknown"
-    (tmp_path / ".train.lock").write_text(json.dumps(holder | {"host": "elsewhere"}))
+    write_json(tmp_path / ".train.lock", holder | {"host": "elsewhere"})
     assert judged(tmp_path).verdict == "ATTENTION", "no sign of life"
     (tmp_path / "heartbeat").mkdir()
     (tmp_path / "heartbeat" / "rank_0.json").write_text("{}")

@@ -34,13 +34,15 @@ def status():
 
 
 def run(program, *, status=None):
+    """Return exit code, output and errors."""
     own = {VARIABLE, "LOCAL_RANK"}
     env = {name: value for name, value in os.environ.items() if name not in own}
     env["PYTHONPATH"] = str(REPOSITORY)
     if status is not None:
         env[VARIABLE] = status.address
     command = [sys.executable, "-c", PRELUDE + program]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
@@ -50,11 +52,10 @@ with stop.deferred():
     send('{name}', '{name}', 'SIGINT')  # schedulers and terminals deliver copies
     print(stop.is_set, stop.signal_name)
 """
-    done = run(program, status=status)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"True {name}\n", "")
+    assert run(program, status=status) == (0, f"True {name}\n", "")
     assert status.exit_code() is None
-    done = run(f"send('{name}'); print('still here')", status=status)
-    assert (done.returncode, done.stdout, done.stderr) == (75, "", STOPPED.format(name))
+    stopped = (75, "", STOPPED.format(name))
+    assert run(f"send('{name}'); print('still here')", status=status) == stopped
     assert status.exit_code() == EXIT_RESUMABLE
 
 
@@ -79,15 +80,14 @@ libc.pthread_mutex_lock(mutex)
 
 @pytest.mark.parametrize("case", LEAVES)
 def test_a_signal_leaves_at_once(case, status):
-    done = run(LEAVES[case], status=status)
-    assert (done.returncode, done.stdout, done.stderr) == (75, "", STOPPED.format("SIGTERM"))
+    assert run(LEAVES[case], status=status) == (75, "", STOPPED.format("SIGTERM"))
 
 
 def test_a_rank_that_is_ended_after_another_failed_says_nothing_of_its_own(status):
     """Next to an error in the user's data, "stopped by SIGTERM" would look like the cause."""
     status.report(65)
-    done = run("send('SIGTERM')", status=status)
-    assert (done.returncode, done.stderr, status.exit_code()) == (EXIT_RESUMABLE, "", 65)
+    assert run("send('SIGTERM')", status=status) == (EXIT_RESUMABLE, "", "")
+    assert status.exit_code() == 65
 
 
 def test_another_signal_with_a_handler_asks_for_nothing():
@@ -99,13 +99,12 @@ if os.fork() == 0:
 time.sleep(2 * signals.HANDLED_WITHIN_S)
 print("still here")
 """
-    done = run(program)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "still here\n", "")
+    assert run(program) == (0, "still here\n", "")
 
 
 def test_the_first_reported_exit_code_stays(status):
-    done = run("report_exit_code(65); report_exit_code(1); report_exit_code(0)", status=status)
-    assert (done.returncode, status.exit_code()) == (0, 65), done.stderr
+    program = "report_exit_code(65); report_exit_code(1); report_exit_code(0)"
+    assert run(program, status=status) == (0, "", "") and status.exit_code() == 65
 
 
 CODES = [EXIT_DONE, EXIT_CRASH, EXIT_BAD_DATA, EXIT_RESUMABLE, EXIT_DIVERGED]
@@ -113,10 +112,11 @@ CODES = [EXIT_DONE, EXIT_CRASH, EXIT_BAD_DATA, EXIT_RESUMABLE, EXIT_DIVERGED]
 
 @pytest.mark.parametrize("code", CODES)
 def test_under_the_launcher_an_orderly_end_is_no_crash_for_torchrun(code, status):
-    assert run(f"leave({code})").returncode == code
-    done = run(f"print('last words'); leave({code})", status=status)
-    assert done.returncode == (0 if code == EXIT_RESUMABLE else code)
-    assert (done.stdout, status.exit_code()) == ("last words\n", code)
+    assert run(f"leave({code})")[0] == code
+    agent_code = 0 if code == EXIT_RESUMABLE else code
+    program = f"print('last words'); leave({code})"
+    assert run(program, status=status)[:2] == (agent_code, "last words\n")
+    assert status.exit_code() == code
 
 
 def test_a_rank_dies_with_its_parent(status):
@@ -131,5 +131,5 @@ while not signals.launcher_status().beats():
 print(child, flush=True)
 os._exit(0)
 """
-    pid = int(run(program, status=status).stdout)
+    pid = int(run(program, status=status)[1])
     assert wait_until(lambda: not is_alive(pid)), "the rank outlived its parent"

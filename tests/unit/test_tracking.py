@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from repository import REPOSITORY
+from small_files import read_json, write_json
 
 from trainer.config import ConfigError
 from trainer.runtime import json_lines
@@ -45,7 +46,7 @@ def raw_lines(run_dir, name="metrics.jsonl"):
 
 
 def run_file(run_dir):
-    return json.loads((run_dir / "run.json").read_text())
+    return read_json(run_dir / "run.json")
 
 
 @pytest.fixture
@@ -323,10 +324,10 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds the run 'experiment' of project 'project', not"):
         Tracking("project", "other", [], {}, run_dir=tmp_path / "run")
     holder = {"pid": os.getppid(), "host": socket.gethostname()}
-    (tmp_path / "run/.train.lock").write_text(json.dumps(holder))
+    write_json(tmp_path / "run/.train.lock", holder)
     with pytest.raises(ConfigError, match=f"pid {os.getppid()} is training in"):
         track(tmp_path / "run")
-    (tmp_path / "run/.train.lock").write_text(json.dumps(holder | {"pid": os.getpid()}))
+    write_json(tmp_path / "run/.train.lock", holder | {"pid": os.getpid()})
     assert track(tmp_path / "run").attempt == 2, "the process itself"
 
 

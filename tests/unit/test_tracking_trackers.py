@@ -3,7 +3,6 @@ may repeat some.
 """
 
 import importlib.util
-import json
 import logging
 import os
 import shutil
@@ -19,6 +18,7 @@ import pytest
 import wandb_files
 from killed_run import STEPS, log_steps, train_row, val_row
 from repository import REPOSITORY
+from small_files import read_json
 from sweeps import short_or_full
 from tensorboard.summary.writer import event_file_writer
 
@@ -50,7 +50,7 @@ def offline(tmp_path_factory, monkeypatch):
 
 
 def run_file(run_dir):
-    return json.loads((run_dir / "run.json").read_text())
+    return read_json(run_dir / "run.json")
 
 
 def add(series, step, row, *columns):
@@ -154,6 +154,12 @@ def track(run_dir, *backends):
     return Tracking("project", "killed", backends, CONFIG, run_dir=run_dir, total_steps=STEPS)
 
 
+def attempt(run_dir, backend, steps, code=0):
+    tracking = track(run_dir, backend)
+    log_steps(tracking, steps)
+    tracking.finish(code)
+
+
 @by_tracker
 @pytest.mark.covers("S0.1 S1.5 S3.1 S3.2 S3.29 S3.58")
 def test_kills_leave_one_continuous_run(tmp_path, backend):
@@ -186,9 +192,7 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path, backend):
     rolled.rewind(4)
     log_steps(rolled, range(5, 7))
     rolled.finish(75)
-    last = track(tmp_path, backend)
-    log_steps(last, range(6, STEPS + 1))
-    last.finish(0)
+    attempt(tmp_path, backend, range(6, STEPS + 1))
     found = READERS[backend](tmp_path)
     expected = truth()
     if backend != "tensorboard":
@@ -202,18 +206,14 @@ def test_after_a_rollback_and_a_kill_no_step_is_lost(tmp_path, backend):
 @by_tracker
 def test_a_run_restored_without_a_trackers_files_sends_every_step_again(tmp_path, backend, caplog):
     """A mirror restores `run.json` and `metrics.jsonl`, but no file of a tracker."""
-    first = track(tmp_path / "run", backend)
-    log_steps(first, range(1, 7))
-    first.finish(75)
+    attempt(tmp_path / "run", backend, range(1, 7), code=75)
     run_dir = tmp_path / "restored"
     run_dir.mkdir()
     for name in ("run.json", "metrics.jsonl"):
         shutil.copy(tmp_path / "run" / name, run_dir)
     if backend == "trackio":
         forget_trackio_runs()
-    last = track(run_dir, backend)
-    log_steps(last, range(5, STEPS + 1))
-    last.finish(0)
+    attempt(run_dir, backend, range(5, STEPS + 1))
     assert_same(READERS[backend](run_dir), truth())
     if backend in ("wandb", "trackio"):
         ids = [run_file(path)["run_ids"][backend] for path in (tmp_path / "run", run_dir)]
@@ -244,9 +244,7 @@ def test_wandb_without_key_is_dropped_and_never_asks(tmp_path, monkeypatch, capl
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    tracking = track(tmp_path, "wandb")
-    log_steps(tracking, range(1, 3))
-    tracking.finish(0)
+    attempt(tmp_path, "wandb", range(1, 3))
     sys.modules["wandb"].teardown()
     assert "'wandb' dropped" in caplog.text and "WANDB_MODE=offline" in caplog.text
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
@@ -256,9 +254,7 @@ def test_a_disabled_wandb_is_not_reported_as_empty_at_a_resume(tmp_path, monkeyp
     monkeypatch.setenv("WANDB_MODE", "disabled")
     caplog.set_level(logging.INFO, "trainer.tracking")
     for steps in (range(1, 3), range(3, 5)):
-        tracking = track(tmp_path, "wandb")
-        log_steps(tracking, steps)
-        tracking.finish(75)
+        attempt(tmp_path, "wandb", steps, code=75)
     assert [found for found in caplog.records if found.levelno > logging.INFO] == []
     assert "wandb disabled" in caplog.text and "None" not in caplog.text
 
@@ -339,7 +335,5 @@ def test_the_hub_reports_nothing_about_users_of_trackio(tmp_path, monkeypatch):
     reports = Queue()
     monkeypatch.setattr(_telemetry, "_TELEMETRY_QUEUE", reports)
     monkeypatch.setattr(_telemetry, "_start_telemetry_thread", lambda: None)
-    tracking = track(tmp_path, "trackio")
-    log_steps(tracking, range(1, 3))
-    tracking.finish(0)
+    attempt(tmp_path, "trackio", range(1, 3))
     assert run_file(tmp_path)["last_sent"] == {"trackio": 2} and reports.empty()
