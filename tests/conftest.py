@@ -133,6 +133,12 @@ def no_rank_is_left():
         os.environ.pop(name, None)
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A directory that the tests of a file share."""
+    return tmp_path_factory.mktemp("shared")
+
+
 @pytest.fixture
 def memory_dir(tmp_path):
     """A new directory in memory where there is one; nothing here depends on the kind of disk."""

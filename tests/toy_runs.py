@@ -100,8 +100,8 @@ def odd_model(directory: Path):
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return odd_model(tmp_path_factory.mktemp("model"))
+def source(root):
+    return odd_model(root / "model")
 
 
 def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:

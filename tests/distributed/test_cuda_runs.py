@@ -74,9 +74,9 @@ NUM_RANKS = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(root):
     """A Qwen3 with heads of 128, two query heads for each key head, and 32,000 tokens."""
-    path = tmp_path_factory.mktemp("qwen3") / "model"
+    path = root / "model"
     save_model(
         path,
         "qwen3",

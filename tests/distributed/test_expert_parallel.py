@@ -33,8 +33,8 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_model_config(tmp_path_factory.mktemp("model"), "qwen3_moe", **EXPERTS)
+def source(root):
+    return write_model_config(root, "qwen3_moe", **EXPERTS)
 
 
 def checked(world, root):

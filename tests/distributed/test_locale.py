@@ -20,17 +20,16 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def locales(tmp_path_factory):
+def locales(root):
     """A directory with a Latin-1 locale, for LOCPATH."""
-    path = tmp_path_factory.mktemp("locales")
     if shutil.which("localedef") is None:
         pytest.skip("localedef is not installed")
     made = subprocess.run(
-        ["localedef", "-i", "en_US", "-f", "ISO-8859-1", path / LATIN_1], capture_output=True
+        ["localedef", "-i", "en_US", "-f", "ISO-8859-1", root / LATIN_1], capture_output=True
     )
-    if not (path / LATIN_1).is_dir():
+    if not (root / LATIN_1).is_dir():
         pytest.skip(f"no Latin-1 locale can be made here: {made.stderr.decode(errors='replace')}")
-    return path
+    return root
 
 
 def test_a_latin_1_locale_trains_the_same_tokens(tmp_path, locales):

@@ -44,11 +44,6 @@ FREEZE = (
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("lora")
-
-
-@pytest.fixture(scope="module")
 def words(root):
     made = tiny_model(root)
     write_weights(root / "model")

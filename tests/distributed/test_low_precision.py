@@ -12,10 +12,10 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def source(root):
     """Rows that no number of ranks divides."""
     changes = {"vocab_size": 163, "intermediate_size": 97, "tie_word_embeddings": False}
-    return write_model_config(tmp_path_factory.mktemp("model"), "qwen3", **changes)
+    return write_model_config(root, "qwen3", **changes)
 
 
 def test_a_checkpoint_in_bfloat16_goes_on_in_float32_and_not_the_other_way(source, tmp_path):

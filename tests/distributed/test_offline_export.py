@@ -33,10 +33,10 @@ COMPANIONS = {"config.json", "generation_config.json", "tokenizer.json", "chat_t
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):  # type: ignore[no-untyped-def]
+def source(root):  # type: ignore[no-untyped-def]
     # rows that no world size divides
     source = write_model_config(
-        tmp_path_factory.mktemp("model"), vocab_size=163, intermediate_size=97, dtype="float32"
+        root / "model", vocab_size=163, intermediate_size=97, dtype="float32"
     )
     Path(source.path, "tokenizer.json").write_text('{"ä": 1}')
     Path(source.path, "chat_template.jinja").write_text("{{ messages }}")
@@ -44,9 +44,8 @@ def source(tmp_path_factory):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(scope="module")
-def trained(source, tmp_path_factory):  # type: ignore[no-untyped-def]
+def trained(source, root):  # type: ignore[no-untyped-def]
     """{case: (run directory, result of rank 0)}; each has checkpoints of steps 1 and 2."""
-    root = tmp_path_factory.mktemp("trained")
     recipe = Recipe(total_steps=2, save_freq=1)
     plain = run_ranks(run, 2, root / "plain", source, recipe)[0]
     hsdp = run_ranks(run, 4, root / "hsdp", source, recipe, fsdp_size=2)[0]

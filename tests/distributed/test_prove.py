@@ -9,7 +9,6 @@ import shutil
 import pytest
 from small_files import read_json, write_json
 from test_lora import LORA
-from test_lora import root as root
 from test_lora import words as words
 from toy import change_tensors
 from unit.checkpoint_fakes import rewrite_manifest

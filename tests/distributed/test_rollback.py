@@ -104,9 +104,9 @@ def train(world, run_dir, source, fault, on_severe, kill_at=""):
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory, source):
+def clean(root, source):
     """A run on one rank that meets no fault."""
-    run_dir = tmp_path_factory.mktemp("clean") / "run"
+    run_dir = root / "run"
     return run_dir, trained(1, run_dir, source, "none", "rollback")
 
 

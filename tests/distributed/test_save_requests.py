@@ -31,9 +31,8 @@ def wait_in_steps():
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
+def straight(root):
     """A run that is asked for no save: its directory and its words."""
-    root = tmp_path_factory.mktemp("straight")
     words = (
         *tiny_model(root),
         f"trainer.total_training_steps={STEPS}",

@@ -199,10 +199,9 @@ def test_a_part_of_ones_own_is_saved_and_goes_on_bit_equal(source, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def sharded(source, tmp_path_factory):
+def sharded(source, root):
     """The averages after a run in one piece on two ranks."""
-    run_dir = tmp_path_factory.mktemp("sharded") / "run"
-    return run_ranks(train_averaged, 2, run_dir, source, kind=Sharded)[0][1]
+    return run_ranks(train_averaged, 2, root / "run", source, kind=Sharded)[0][1]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_a_full_disk_is_refused_with_numbers_before_the_first_step(tmp_path, sou
 
 
 @pytest.fixture(scope="module")
-def ended(source, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("ended") / "run"
+def ended(source, root):
+    run_dir = root / "run"
     run_ranks(run, 1, run_dir, source, Recipe())
     return run_dir
 

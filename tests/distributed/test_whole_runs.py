@@ -26,8 +26,8 @@ NO_WEIGHTS = replace(ONE_STEP, checkpoint={"save_contents": ["model", "optimizer
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_whole_model(tmp_path_factory.mktemp("whole"), "gemma3")
+def source(root):
+    return write_whole_model(root, "gemma3")
 
 
 def test_an_export_afterwards_needs_the_checkpoint_alone(source, tmp_path):

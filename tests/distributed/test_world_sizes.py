@@ -26,12 +26,12 @@ MESHES = [*((size, -1) for size in WORLD_SIZES), *HYBRID]
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def source(root):
     """Rows that no world size divides (163, 97), and vectors of 2 rows: empty shards from 3
     ranks on.
     """
     return write_model_config(
-        tmp_path_factory.mktemp("model"),
+        root / "model",
         "qwen3",
         vocab_size=163,
         intermediate_size=97,
@@ -43,9 +43,8 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def saved(source, tmp_path_factory):
+def saved(source, root):
     """{run directory: the state at step 6}, with checkpoints of steps 2, 4, 6."""
-    root = tmp_path_factory.mktemp("saved")
     found = {}
     for size, fsdp_size in MESHES:
         run_dir = root / f"{size} by {fsdp_size}"

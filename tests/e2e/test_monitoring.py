@@ -23,10 +23,9 @@ NUM_STEPS = 52
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory):
+def watched(root):
     """The run directory of a run with everything switched on."""
-    place = tmp_path_factory.mktemp("watched")
-    run_dir = place / "watched"
+    run_dir = root / "watched"
     overrides = [
         *SMALL,
         "data.train_batch_size=2",
@@ -35,7 +34,7 @@ def watched(tmp_path_factory):
         "trainer.test_freq=25",
         "trainer.trace=true",
         "trainer.deterministic=true",
-        f"data.cache_dir={place}/cache",
+        f"data.cache_dir={root}/cache",
     ]
     output = whole_runs.train(run_dir, 2, *overrides)
     assert "report      " in output and "cannot write the report" not in output

@@ -151,9 +151,8 @@ class Reader:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory):
+def reader(root):
     with pytest.MonkeyPatch.context() as patch:
-        root = tmp_path_factory.mktemp("reader")
         patch.chdir(root)
         reader = Reader(root)
         reader.execute("bash run_sft.sh 2")

@@ -153,11 +153,6 @@ def asked_by_evaluate(run_dir):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("served")
-
-
-@pytest.fixture(scope="module")
 def jobs(root, cache):
     """Return all requests to vLLM. One process answers them, because importing vLLM takes longer
     than any of the models.

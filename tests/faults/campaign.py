@@ -11,9 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from repository import REPOSITORY
 from result_file import write_result
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = REPOSITORY / "benchmarks" / "results"
 Work = Callable[[Path, argparse.Namespace], dict[str, Any]]
 
 

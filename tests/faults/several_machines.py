@@ -23,12 +23,12 @@ sys.path.extend([str(Path(__file__).resolve().parent.parent), str(Path(__file__)
 
 from campaign import parser_of, run_campaign
 from hosts import Host, network, why_not
+from repository import REPOSITORY
 from whole_equality import compare_runs
 from whole_runs import curve, tiny_model
 
 from trainer.config import TrainerConfig
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TOTAL_STEPS = 40
 STRIKE_AT = 12
 HANG_TIMEOUT_S = 15

@@ -24,9 +24,8 @@ Before = Callable[[], None]
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    model = tiny_model(tmp_path_factory.mktemp("exits"))
-    return (*model, "data.num_workers=1", "trainer.total_training_steps=4")
+def words(root):
+    return (*tiny_model(root), "data.num_workers=1", "trainer.total_training_steps=4")
 
 
 def assert_given_back(run_dir, code):

@@ -18,8 +18,8 @@ STRIKES = short_or_full({"kill": 3, "preempt": 2}, full={"kill": 8, "preempt": 4
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory):
-    return Campaign(tmp_path_factory.mktemp("campaign"), seed=SEED)
+def campaign(root):
+    return Campaign(root, seed=SEED)
 
 
 def test_nothing_is_lost_by_kills_and_preemptions(campaign):

@@ -44,9 +44,8 @@ def quickstart_rows(first, end):
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory):
+def machine(root):
     """The files of a machine, to be copied."""
-    root = tmp_path_factory.mktemp("machine")
     tiny_model(root)
     write_weights(root / "model")
     (root / "data.jsonl").write_text(quickstart_rows(0, NUM_ROWS))

@@ -3,13 +3,13 @@ undisturbed run.
 """
 
 import importlib
-import json
 import os
 import shutil
 import signal
 from functools import partial
 
 import pytest
+from small_files import read_lines
 from whole_equality import compare_runs
 from whole_runs import curve, stop_in_step, tiny_model, train
 
@@ -32,13 +32,13 @@ EARLY = (
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return (*tiny_model(tmp_path_factory.mktemp("stops")), *RECIPE)
+def base(root):
+    return (*tiny_model(root), *RECIPE)
 
 
 @pytest.fixture(scope="module")
-def straight(base, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("straight") / "straight"
+def straight(base, root):
+    run_dir = root / "straight"
     train(run_dir, 1, *base)
     return run_dir
 
@@ -112,8 +112,8 @@ SCENARIOS = {
 
 def steps_of_validations(run_dir):
     """Return the steps as written, including those of earlier attempts."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return sorted(row["step"] for row in map(json.loads, lines) if row["kind"] == "val")
+    rows = read_lines(run_dir / "metrics.jsonl")
+    return sorted(row["step"] for row in rows if row["kind"] == "val")
 
 
 def state_of(run_dir):
@@ -130,9 +130,9 @@ def test_no_validation_is_lost_by_a_stop(start, straight, run_dir, scenario):
 
 
 @pytest.fixture(scope="module")
-def owing(base, tmp_path_factory):
+def owing(base, root):
     """A run of two ranks that owes the validation of step 4, with which it ends early."""
-    run_dir = tmp_path_factory.mktemp("owing") / "run"
+    run_dir = root / "owing"
     train(run_dir, 2, *base, *EARLY, code=75, before=partial(learn_nothing, stop_in=2))
     assert layout.read_pointer(run_dir).step == 4, "saved at once"
     return run_dir

@@ -74,11 +74,10 @@ def schema(name):
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
+def prepared(root):
     """A directory with the rows of each job, as JOB.rows.jsonl, and what TRL made of them, as
     JOB.jsonl.
     """
-    directory = tmp_path_factory.mktemp("trl")
     rng = random.Random(13)
     rows = {
         "quickstart": quickstart(),
@@ -93,24 +92,24 @@ def prepared(tmp_path_factory):
             "template": name if name == QWEN else None,
             "options": {"max_length": 2048, "assistant_only_loss": True},
         }
-        write_lines(directory / f"{name}.rows.jsonl", found)
-    write_json(directory / "jobs.json", jobs)
+        write_lines(root / f"{name}.rows.jsonl", found)
+    write_json(root / "jobs.json", jobs)
     script = Path(__file__).with_name("prepare_with_trl.py")
     kept = {
         key: value
         for key, value in os.environ.items()
         if key not in ("PYTHONPATH", "PYTHONSAFEPATH")
     }
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "home"), "OMP_NUM_THREADS": "1"}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "home"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [os.environ["VERL_PYTHON"], str(script), str(directory)],
+        [os.environ["VERL_PYTHON"], str(script), str(root)],
         env=kept | offline,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return directory
+    return root
 
 
 Row = tuple[list[int], list[bool]]

@@ -64,11 +64,6 @@ def run_all(world, root, names):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("architectures")
-
-
-@pytest.fixture(scope="module")
 def results(root):
     return {
         size: run_ranks(run_all, size, root, names, timeout_s=400)[0]

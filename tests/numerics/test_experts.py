@@ -26,10 +26,9 @@ KEYS = ("train/loss", "train/grad_norm", "moe/router_loss", "moe/load_max_over_m
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
+def source(root):
     return write_model_config(
-        path, "qwen3_moe", router_aux_loss_coef=COEFFICIENT, tie_word_embeddings=False, **EXPERTS
+        root, "qwen3_moe", router_aux_loss_coef=COEFFICIENT, tie_word_embeddings=False, **EXPERTS
     )
 
 

@@ -149,8 +149,8 @@ def traceable(lengths, query, key, value, scoring):
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    return run_ranks(all_compiled, 1, tmp_path_factory.mktemp("compiled"), timeout_s=400)[0]
+def compiled(root):
+    return run_ranks(all_compiled, 1, root, timeout_s=400)[0]
 
 
 @pytest.mark.parametrize("case", ["windows", "loop", "adapters"])

@@ -59,11 +59,6 @@ def load_and_export(world, root):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("quantized")
-
-
-@pytest.fixture(scope="module")
 def expected(root):
     return {form: write(root / form, form) for form in FORMS}
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from processes import wait_until
+from repository import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
 LAUNCHER = """
 import os, sys
 from pathlib import Path
@@ -74,7 +74,7 @@ def launched(directory: Path, *, rank: str = "", agent: str = AGENT) -> Iterator
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         start_new_session=True,
         text=True,
         stdin=subprocess.DEVNULL,

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from repository import REPOSITORY
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
@@ -64,9 +65,7 @@ except OSError as error:
 
 def test_a_disk_error_inside_torch_save_keeps_its_cause_and_place(tmp_path):
     command = [sys.executable, "-c", DISK_FULL, str(tmp_path)]
-    found = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
-    )
+    found = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert found.stdout.split() == [str(errno.EFBIG), str(tmp_path / "m.pt")], found.stderr
 
 

@@ -85,12 +85,11 @@ def test_a_change_that_coarse_times_do_not_show_is_found_by_its_hash(tmp_path, m
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
+def prepared(root):
     """A file of rows, and the cache with its tokens."""
-    directory = tmp_path_factory.mktemp("prepared")
-    path = write_lines(directory / "rows.jsonl", good_rows(300))
-    run(path, cache=directory / "cache")
-    return path, directory / "cache"
+    path = write_lines(root / "rows.jsonl", good_rows(300))
+    run(path, cache=root / "cache")
+    return path, root / "cache"
 
 
 DAMAGE = [

@@ -40,9 +40,9 @@ def log(run_dir, step, **changes):
 
 
 @pytest.fixture(scope="module")
-def finished(source, tmp_path_factory):
+def finished(source, root):
     """A run of two ranks with a checkpoint of its last step."""
-    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run_dir = root / "run"
     run_ranks(run, 2, run_dir, source, Recipe(total_steps=STEPS, save_freq=-1))
     for step in range(1, STEPS + 1):
         log(run_dir, step)

@@ -6,11 +6,11 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from processes import wait_until
 
 from trainer.config import ConfigError
 from trainer.tools.evaluate import program_runner, programs
@@ -99,10 +99,7 @@ def test_limits_stop_hostile_programs_and_nothing_is_left(judge):
     found = {name: judge(code, [TEST]) for name, code in HOSTILE.items()}
     assert [name for name, reason in found.items() if not reason] == []
     assert "time limit" in found["endless loop"]
-    deadline = time.monotonic() + 5.0
-    while _left(before) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert _left(before) == []
+    assert wait_until(lambda: not _left(before), timeout_s=5.0), _left(before)
     assert set(glob.glob(f"{tempfile.gettempdir()}/sft-program-*")) <= directories
 
 

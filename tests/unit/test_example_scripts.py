@@ -7,12 +7,13 @@ from pathlib import Path
 
 import safetensors
 import whole_runs
+from repository import REPOSITORY
 from small_files import read_lines
 
 from trainer import api
 from trainer.train.start.compose import load_config
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = REPOSITORY / "examples"
 
 
 def test_own_rows_are_trained_and_their_model_takes_an_adapter(tmp_path, monkeypatch, capsys):

@@ -5,19 +5,18 @@ readers and ranks need.
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
+from repository import REPOSITORY
 
 from trainer import errors
 from trainer.launch.ranks import parse_arguments
 from trainer.train.start.compose import load_config
 
-ROOT = Path(__file__).parents[2]
-SBATCH = ROOT / "examples/slurm.sbatch"
-JOBSET = ROOT / "examples/kubernetes.yaml"
-KUBEFLOW = ROOT / "examples/kubeflow.yaml"
+SBATCH = REPOSITORY / "examples/slurm.sbatch"
+JOBSET = REPOSITORY / "examples/kubernetes.yaml"
+KUBEFLOW = REPOSITORY / "examples/kubeflow.yaml"
 FAKE_SRUN = """#!/usr/bin/env bash
 echo "$@" >>{calls}
 case {behaviour} in

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from io import StringIO
-from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
 from page_text import Page
 from report_curves import changed, checkpoints, sft_run, swift_run
+from repository import REPOSITORY
 from rich.console import Console
 from small_files import read_json
 
@@ -29,7 +29,7 @@ from trainer.tools.report.sections import sections
 from trainer.tools.report.side_by_side import side_by_side
 from trainer.tools.report.terminal import print_report, print_section
 
-SCHEMA = read_json(Path(__file__).parents[2] / "docs" / "report.schema.json")
+SCHEMA = read_json(REPOSITORY / "docs/report.schema.json")
 MAX_PAGE_BYTES = 1_500_000
 HOSTILE = 'x/<script>alert("1")</script>&\x1b[31m[red]$\\frac{1}{0}$'
 

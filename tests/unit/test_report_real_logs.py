@@ -4,17 +4,17 @@ cause no finding.
 
 from functools import cache
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from report_faults import judged, line, serious, told
+from repository import REPOSITORY
 from rich.console import Console
 
 from trainer.tools.report.readers import read_run
 from trainer.tools.report.terminal import print_report
 from trainer.tools.report.words import chain_of
 
-LOGS = Path(__file__).parents[1] / "real_logs"
+LOGS = REPOSITORY / "tests/real_logs"
 RAISED = ("transformers_raised", "trl_raised")
 HEALTHY = ("transformers_healthy", "trl_healthy")
 FAULT_STEPS = (400, 414)

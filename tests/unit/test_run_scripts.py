@@ -5,11 +5,9 @@ install.
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
-from trainer.launch import requirements
+from repository import REPOSITORY
 
-ROOT = Path(requirements.__file__).parents[2]
 COPIED = ("run_sft.sh", "pyproject.toml", "constraints.txt", "trainer/launch/environment.sh")
 FAKE_PYTHON = """#!/bin/bash
 echo "$(basename "$(dirname "$(dirname "$0")")") $*" >>{directory}/calls
@@ -34,7 +32,7 @@ class Checkout:
         self.venv = self.root / ".venv"
         for name in COPIED:
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, self.root / name)
+            shutil.copy(REPOSITORY / name, self.root / name)
         python = directory / "system" / "bin" / "python3"
         python.parent.mkdir(parents=True)
         python.write_text(FAKE_PYTHON.format(directory=directory))
@@ -104,7 +102,7 @@ def test_a_folder_named_trainer_does_not_shadow_the_package(tmp_path):
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit(99)")
     result = subprocess.run(
-        ["bash", ROOT / "run_sft.sh", "2", "data.train_batchsize=8"],
+        ["bash", REPOSITORY / "run_sft.sh", "2", "data.train_batchsize=8"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -248,8 +248,7 @@ def test_a_backend_that_raises_is_dropped_with_one_warning(tmp_path, monkeypatch
     tracking = track(tmp_path, "broken", "healthy")
     log_steps(tracking, range(1, 6))
     tracking.finish(0)
-    (record,) = caplog.records
-    text = record.getMessage()
+    (text,) = caplog.messages
     assert text.startswith(f"tracker 'broken' dropped: {call}() raised RuntimeError: boom because")
     assert "metrics.jsonl does not depend on it" in text
     assert ("training continues" in text) is (call != "close")

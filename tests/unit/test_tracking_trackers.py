@@ -265,9 +265,7 @@ def test_the_start_names_the_places_of_the_logs_once(tmp_path, monkeypatch, capl
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@host.invalid/mlflow")
     monkeypatch.setattr(Sink, "open", lambda sink: None)
     track(tmp_path, "tensorboard", "mlflow", "wandb").start(0)
-    (text,) = [
-        found.getMessage() for found in caplog.records if found.getMessage().startswith("logs ")
-    ]
+    (text,) = [message for message in caplog.messages if message.startswith("logs ")]
     places = (f"{tmp_path}: metrics.jsonl", f"--logdir={tmp_path}/tensorboard", "wandb sync")
     assert all(place in text for place in places)
     assert "http://host.invalid/mlflow" in text and "secret" not in text

@@ -8,8 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from repository import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
 OF_A_CHECKOUT = {"launch/environment.sh"}
 """Sourced by the scripts next to the package."""
 
@@ -21,9 +21,9 @@ def site(tmp_path_factory):
     target = tmp_path_factory.mktemp("site")
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("trainer", "conf"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+        shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+        shutil.copy(REPOSITORY / name, source)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(target)!r})"
     command = [sys.executable, "-c", build]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=60)
@@ -54,7 +54,7 @@ def test_a_wheel_holds_every_file_of_the_package(site):
         found = [Path(directory, name) for directory, _, names in walked for name in names]
         return {str(path.relative_to(root / "trainer")) for path in found if path.suffix != ".pyc"}
 
-    assert files(ROOT) - files(site) == OF_A_CHECKOUT
+    assert files(REPOSITORY) - files(site) == OF_A_CHECKOUT
     (entries,) = site.glob("*.dist-info/entry_points.txt")
     assert "fsdp-sft = fsdp_sft:main" in entries.read_text()
 
