@@ -1,17 +1,31 @@
-"""Time limits: wait for processes, and end what takes too long."""
+"""Run Python in a separate process, wait for processes, and end what takes too long."""
 
+import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+
+from repository import REPOSITORY
 
 
 class TookTooLongError(BaseException):
     """Code exceeded its time limit. No `except Exception` or `except OSError` in the code hides
     this.
     """
+
+
+def run_python(
+    *words: str, timeout_s: float = 120.0, **options
+) -> subprocess.CompletedProcess[str]:
+    """Run `python *words` on this checkout, and keep the output."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    settings = {"env": environment, "timeout": timeout_s, **options}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, **settings)
 
 
 @contextmanager

@@ -2,12 +2,9 @@
 tree, and over an example that it must reject.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import source_rules as rules
+from processes import run_python
 from repository import REPOSITORY
 
 from trainer.data.token_cache import TOKEN_MODULES
@@ -102,9 +99,7 @@ for name in sys.argv[1:]:
     slow = {"torch", "transformers", "torchdata"} & sys.modules.keys()
     assert not slow, f"{name} imports {slow}"
 """
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", program, *FREE_OF_TORCH]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = run_python("-c", program, *FREE_OF_TORCH)
     assert done.returncode == 0, done.stderr
 
 

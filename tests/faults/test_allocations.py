@@ -1,11 +1,9 @@
 """The short form of allocations.py: a run that lacks memory names the cause and harms nothing."""
 
-import subprocess
-import sys
-
 from faults import allocations
 from faults.allocations import RECIPE, Scene, unnamed
 from faults.save_points import Survey
+from processes import run_python
 from ranks import run_ranks
 from small_files import read_json
 from sweeps import short_or_full
@@ -17,9 +15,8 @@ NUM_CASES = short_or_full(2, full=20)
 
 
 def test_a_failed_allocation_is_named_and_harms_nothing(tmp_path):
-    command = [sys.executable, allocations.__file__, "--cases", str(NUM_CASES), "--seed", "3"]
-    command += ["--output", str(tmp_path / "result.json")]
-    done = subprocess.run(command, timeout=300, capture_output=True, text=True)
+    words = [allocations.__file__, "--cases", str(NUM_CASES), "--seed", "3", "--output"]
+    done = run_python(*words, str(tmp_path / "result.json"), timeout_s=300)
     result = read_json(tmp_path / "result.json")
     assert done.returncode == 0, result["faults"]
     assert sum(result["counts"].values()) == NUM_CASES

@@ -3,13 +3,12 @@ and leave nothing.
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import kills
 import pytest
 from kills import Campaign
+from processes import run_python
 from small_files import read_json
 from sweeps import short_or_full
 
@@ -28,9 +27,8 @@ def test_nothing_is_lost_by_kills_and_preemptions(campaign):
 
 
 def test_nothing_is_lost_by_power_cuts(tmp_path):
-    command = [sys.executable, kills.__file__, "--power-cuts", "2", "--seed", "1", "--output"]
-    command += [str(tmp_path / "result.json")]
-    done = subprocess.run(command, timeout=200, capture_output=True, text=True)
+    words = [kills.__file__, "--power-cuts", "2", "--seed", "1", "--output"]
+    done = run_python(*words, str(tmp_path / "result.json"), timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_json(tmp_path / "result.json")["faults"] == []
 
@@ -58,6 +56,5 @@ print(*os.listdir(run))
 def test_a_power_cut_takes_what_was_not_synced(tmp_path, names, left):
     (tmp_path / "run.py").write_text(CUT_SHORT)
     environment = {**os.environ, **names, "PYTHONPATH": str(Path(kills.__file__).parent)}
-    command = [sys.executable, str(tmp_path / "run.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_python(str(tmp_path / "run.py"), env=environment)
     assert (done.stdout, done.stderr) == (left, "")

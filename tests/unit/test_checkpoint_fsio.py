@@ -4,14 +4,12 @@ import ast
 import errno
 import hashlib
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
+from processes import run_python
 
 from trainer.checkpoint import fsio
 from trainer.checkpoint.fsio import FileRecord
@@ -64,8 +62,7 @@ except OSError as error:
 
 
 def test_a_disk_error_inside_torch_save_keeps_its_cause_and_place(tmp_path):
-    command = [sys.executable, "-c", DISK_FULL, str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    found = run_python("-c", DISK_FULL, str(tmp_path))
     assert found.stdout.split() == [str(errno.EFBIG), str(tmp_path / "m.pt")], found.stderr
 
 

@@ -3,10 +3,9 @@ name that was used.
 """
 
 import re
-import subprocess
-import sys
 
 import pytest
+from processes import run_python
 
 from trainer.cli import __main__ as commands
 from trainer.launch import __main__ as launch
@@ -43,7 +42,5 @@ def test_a_command_of_the_script_sets_up_its_log_and_signals_as_a_program():
     call = "main(['checkpoint', 'ls', 'gone'], is_program=True)"
     words = f"import logging, signal; from trainer.launch.__main__ import main; code = {call}"
     check = "print(code, signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL, bool(logging.root.handlers))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{words}; {check}"], capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-c", f"{words}; {check}")
     assert done.stdout == "2 True True\n", done.stderr

@@ -1,10 +1,9 @@
 """Tests of accepted data files, and of files that are refused at once with a fix."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from processes import run_python
 
 from trainer.data.files import resolve_files
 from trainer.errors import DataError
@@ -46,5 +45,4 @@ def test_unresolvable_files_are_named(tmp_path, name, message):
 
 def test_looking_for_files_imports_nothing_slow():
     code = "import sys, trainer.data.files; print({'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules))"
-    command = [sys.executable, "-c", code]
-    assert subprocess.check_output(command, text=True, timeout=60) == "set()\n"
+    assert run_python("-c", code).stdout == "set()\n"

@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -14,6 +12,7 @@ from typing import ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from processes import run_python
 
 from trainer.data.readers import iter_rows
 
@@ -113,10 +112,8 @@ def resolve(cache, endpoint, *addresses, **more):
     """
     environment = os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint}
     environment |= {"HF_HUB_OFFLINE": "0", **more}
-    words = [sys.executable, "-c", SCRIPT, *(f"hf://org/{address}" for address in addresses)]
-    done = subprocess.run(
-        words, env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
+    words = ["-c", SCRIPT, *(f"hf://org/{address}" for address in addresses)]
+    done = run_python(*words, env=environment, check=True)
     return done.stdout.splitlines(), done.stderr
 
 

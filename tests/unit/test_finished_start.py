@@ -2,11 +2,9 @@
 check.
 """
 
-import subprocess
-import sys
-
 import pytest
 from checkpoint_fakes import save
+from processes import run_python
 from small_files import write_json
 
 from trainer.checkpoint import finished
@@ -75,8 +73,7 @@ def test_the_ranks_look_once_something_has_changed(words, tmp_path, change):
 
 def test_the_launcher_answers_without_ranks_and_without_libraries(words, tmp_path):
     """A longer run is not complete."""
-    command = [sys.executable, "-c", LAUNCH, *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_python("-c", LAUNCH, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["all done", "0", "99"]
     assert "start       2 ranks on CPU" in done.stderr, "the longer run starts its ranks"

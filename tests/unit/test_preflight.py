@@ -1,10 +1,6 @@
 """The launcher finds errors before it starts a rank, within seconds and without torch."""
 
-import os
-import subprocess
-import sys
-
-from repository import REPOSITORY
+from processes import run_python
 from small_files import write_json
 
 TRY_ALL = """
@@ -86,14 +82,7 @@ def test_mistakes_are_found_before_a_rank_starts_and_torch_is_imported(tmp_path)
     (half / "a.safetensors").touch()
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     write_json(half / "model.safetensors.index.json", index)
-    done = subprocess.run(
-        [sys.executable, "-c", TRY_ALL],
-        input="\n".join(MISTAKES),
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", TRY_ALL, input="\n".join(MISTAKES), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     codes = [line for line in done.stdout.splitlines() if line.isdigit()]
     messages = done.stderr.split("-- ")

@@ -1,11 +1,9 @@
 """Stop signals and exit codes of one rank, each in a separate process."""
 
 import os
-import subprocess
-import sys
 
 import pytest
-from processes import wait_until
+from processes import run_python, wait_until
 from repository import REPOSITORY
 
 from trainer.errors import EXIT_BAD_DATA, EXIT_CRASH, EXIT_DIVERGED, EXIT_DONE, EXIT_RESUMABLE
@@ -40,8 +38,7 @@ def run(program, *, status=None):
     env["PYTHONPATH"] = str(REPOSITORY)
     if status is not None:
         env[VARIABLE] = status.address
-    command = [sys.executable, "-c", PRELUDE + program]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = run_python("-c", PRELUDE + program, env=env)
     return done.returncode, done.stdout, done.stderr
 
 

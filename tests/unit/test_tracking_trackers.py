@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import wandb_files
 from killed_run import STEPS, log_steps, train_row, val_row
+from processes import run_python
 from repository import REPOSITORY
 from small_files import read_json
 from sweeps import short_or_full
@@ -145,6 +146,7 @@ def run_piece(run_dir, backend, first_step, kill_step):
     program = Path(__file__).with_name("killed_run.py")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     words = [sys.executable, str(program), str(run_dir), backend, str(first_step), str(kill_step)]
+    # without pipes, which what the killed run has started would keep open
     return subprocess.run(words, env=environment, timeout=120).returncode
 
 
@@ -302,8 +304,7 @@ def test_mlflow_reports_nothing_about_its_users(tmp_path):
     sends usage data.
     """
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
-    program = [sys.executable, "-c", MLFLOW_RUN, str(tmp_path / "run")]
-    subprocess.run(program, env=environment, check=True, timeout=120)
+    run_python("-c", MLFLOW_RUN, str(tmp_path / "run"), env=environment, check=True)
     assert mlflow_run(tmp_path / "run")[1].info.status == "FAILED"
 
 

@@ -2,12 +2,11 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from processes import run_python
 from repository import REPOSITORY
 
 OF_A_CHECKOUT = {"launch/environment.sh"}
@@ -25,8 +24,7 @@ def site(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(target)!r})"
-    command = [sys.executable, "-c", build]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=60)
+    done = run_python("-c", build, cwd=source, env=os.environ)
     assert done.returncode == 0, done.stderr
     (wheel,) = target.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
@@ -44,8 +42,7 @@ def cwd(tmp_path):
 
 def call(program, *words, cwd, path):
     env = {**os.environ, "PYTHONPATH": ":".join(map(str, path)), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-c", program, *words]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
+    return run_python("-c", program, *words, cwd=cwd, env=env, timeout_s=200)
 
 
 def test_a_wheel_holds_every_file_of_the_package(site):
