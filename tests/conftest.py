@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -20,6 +19,7 @@ os.environ.update(
 sys.path.insert(0, str(Path(__file__).parent))
 import sweeps
 from left_running import MARK, describe, left_running
+from processes import wait_until
 
 os.environ[MARK] = str(os.getpid())
 # what tests start would inherit that nohup has it ignored
@@ -105,9 +105,8 @@ def nothing_is_left_running():
     remaining ones.
     """
     yield
-    deadline = time.monotonic() + ENDED_WITHIN_S
-    while (left := left_running()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not left_running(), timeout_s=ENDED_WITHIN_S)
+    left = left_running()
     said = "\n".join(map(describe, left))
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -112,7 +112,7 @@ def heard() -> Iterator[list[str]]:
     """Collect the messages that the trainer logs."""
     lines = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("trainer")
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -19,7 +19,7 @@ def left_running():
         os.getpid(),
         forkserver._forkserver._forkserver_pid,
         resource_tracker._resource_tracker._pid,
-    }  # type: ignore[attr-defined]
+    }
     found = set(psutil.Process().children(recursive=True))
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

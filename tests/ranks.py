@@ -81,7 +81,7 @@ def _receive(receiver, rank, timeout_s):
     return value
 
 
-def _main(function, rank, world_size, port, sender, args, kwargs):  # type: ignore[no-untyped-def]
+def _main(function, rank, world_size, port, sender, args, kwargs):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch

@@ -218,7 +218,7 @@ def run(
         checkpoints.load(start.checkpoint)
         checkpoints.settle(start.checkpoint.step, parts.guard.history)
     recorder = Tracer(run_dir / TRACE, parts) if recipe.has_trace and world.is_main else Recorder()
-    parts.checkpoints, parts.tracking = checkpoints, recorder  # type: ignore[assignment]
+    parts.checkpoints, parts.tracking = checkpoints, recorder
     with patch.object(step, "local_square_sum", gradient_sum):
         code = 0 if start.is_complete else fit(parts)
     if start.lock is not None:

@@ -73,7 +73,7 @@ class Attempt:
         for rank in ranks or range(len(self.ranks)):
             if self.ranks[rank].is_alive():
                 with suppress(ProcessLookupError):  # it ended just now
-                    os.kill(self.ranks[rank].pid, number)  # type: ignore[arg-type]
+                    os.kill(self.ranks[rank].pid, number)
 
     @property
     def can_be_signalled(self):
@@ -109,7 +109,7 @@ class Attempt:
         """Return the stacks of all living ranks, as the watchdog requests them."""
         for process in self.ranks:
             if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR2)  # type: ignore[arg-type]
+                os.kill(process.pid, signal.SIGUSR2)
         time.sleep(1.0)
         return "\n".join(
             f"rank {number}:\n{self.status.stacks(number).decode(errors='replace')}"

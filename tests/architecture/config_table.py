@@ -92,7 +92,7 @@ def _kinds_of(hint, allowed):
     if origin in (Union, types.UnionType):
         return [kind for each in inner for kind in _kinds_of(each, allowed)]
     if is_dataclass(hint):
-        return [_schema_of(hint)]  # type: ignore[arg-type]
+        return [_schema_of(hint)]
     if origin in (list, tuple):
         item = _kinds_of(inner[0], allowed)
         # A list of one may be written as its value.

@@ -57,7 +57,7 @@ def imports_of(module: str, source: str, known: Iterable[str]) -> list[tuple[str
     """
     names = set(known)
     nodes = ast.walk(tree_of(source))
-    return [(t, node.lineno) for node in nodes for t in _targets(node, module, names)]  # type: ignore[attr-defined]
+    return [(t, node.lineno) for node in nodes for t in _targets(node, module, names)]
 
 
 def _targets(node, module, known):
@@ -68,7 +68,7 @@ def _targets(node, module, known):
         names = [f"{node.module}.{alias.name}" for alias in node.names]
         return [name if name in known else node.module for name in names]
     if isinstance(node, ast.Call) and _dotted(node.func).endswith(("import_module", "__import__")):
-        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]  # type: ignore[misc]
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
     return []
 
 

@@ -23,7 +23,7 @@ from trainer.train.run import RateState
 
 
 @pytest.fixture(scope="module")
-def straight(source, root):  # type: ignore[no-untyped-def]
+def straight(source, root):
     """An uninterrupted run on two ranks that keeps its checkpoints of steps 2, 4 and 6."""
     run_dir = root / "run"
     return run_dir, run_ranks(run, 2, run_dir, source, Recipe())[0]

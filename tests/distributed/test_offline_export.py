@@ -33,7 +33,7 @@ COMPANIONS = {"config.json", "generation_config.json", "tokenizer.json", "chat_t
 
 
 @pytest.fixture(scope="module")
-def source(root):  # type: ignore[no-untyped-def]
+def source(root):
     # rows that no world size divides
     source = write_model_config(
         root / "model", vocab_size=163, intermediate_size=97, dtype="float32"
@@ -44,7 +44,7 @@ def source(root):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(scope="module")
-def trained(source, root):  # type: ignore[no-untyped-def]
+def trained(source, root):
     """{case: (run directory, result of rank 0)}; each has checkpoints of steps 1 and 2."""
     recipe = Recipe(total_steps=2, save_freq=1)
     plain = run_ranks(run, 2, root / "plain", source, recipe)[0]
@@ -53,7 +53,7 @@ def trained(source, root):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture
-def checkpoint(trained, tmp_path):  # type: ignore[no-untyped-def]
+def checkpoint(trained, tmp_path):
     """A copy that a test may break, of two ranks."""
     return Path(
         shutil.copytree(trained["plain"][0] / "global_step_2", tmp_path / "run" / "global_step_2")

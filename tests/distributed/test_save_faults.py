@@ -116,7 +116,7 @@ def test_a_rank_that_stands_still_costs_one_save_and_is_named(source, tmp_path, 
         for rank in (0, 2):
             assert wait_until((tmp_path / f"rank {rank}").exists)
         during = Survey.of(run_dir)
-        os.kill(ranks[1][0].pid, signal.SIGCONT)  # type: ignore[arg-type]
+        os.kill(ranks[1][0].pid, signal.SIGCONT)
         stories = [_receive(receiver, rank, PATIENCE_S) for rank, (_, receiver) in enumerate(ranks)]
     assert during == Survey(1, (1,))
     for rank in (0, 2):
@@ -142,7 +142,7 @@ def test_a_main_rank_that_stands_still_ends_the_run_and_commits_nothing_late(
         ranks[1][0].join(timeout=PATIENCE_S)
         assert ranks[1][0].exitcode == 0, "it cannot leave as long as the main rank stands still"
         during = Survey.of(run_dir)
-        os.kill(ranks[0][0].pid, signal.SIGCONT)  # type: ignore[arg-type]
+        os.kill(ranks[0][0].pid, signal.SIGCONT)
         late = _receive(ranks[0][1], 0, PATIENCE_S)
     assert story.outcomes == [Outcome(1, True)]
     assert "cannot confirm that step 2 was saved: rank 0 did not answer in time" in story.error

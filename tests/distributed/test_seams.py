@@ -45,7 +45,7 @@ class HeavyBall(Optimizer):
             }
 
     @torch.no_grad()
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 buffer = local(self.state[parameter]["momentum_buffer"])

@@ -36,14 +36,13 @@ def test_an_export_afterwards_needs_the_checkpoint_alone(source, tmp_path):
     """
     own = ModelSource(shutil.copytree(source.path, tmp_path / "own"))
     whole = whole_checkpoint(ModelSource(own.path))
-    assert whole is not None
     saved = run_ranks(run, 2, tmp_path / "bare", own, NO_WEIGHTS)[0]
     run_ranks(run, 2, tmp_path / "run", own, ONE_STEP)
     shutil.rmtree(own.path)
     bare = tmp_path / "bare" / "global_step_1"
     checkpoint = tmp_path / "run" / "global_step_1"
     manifest = layout.inspect(bare).manifest
-    assert manifest is not None and manifest.num_passed_through == len(whole.others)
+    assert manifest.num_passed_through == len(whole.others)
     assert f"huggingface/{OTHER_PARTS}" in {record.path for record in manifest.files}
     assert (
         set(contents(bare / "huggingface"))
@@ -75,7 +74,6 @@ def test_an_export_afterwards_needs_the_checkpoint_alone(source, tmp_path):
 def test_the_digest_covers_every_byte_that_passes_through(source, tmp_path):
     changed = ModelSource(shutil.copytree(source.path, tmp_path / "own"))
     whole = whole_checkpoint(source)
-    assert whole is not None
     name, stored = next(
         (name, tensor) for name, tensor in whole.others.items() if tensor.dtype == "F32"
     )
@@ -84,4 +82,4 @@ def test_the_digest_covers_every_byte_that_passes_through(source, tmp_path):
     data[place] ^= 1
     file.write_bytes(data)
     found = whole_checkpoint(changed)
-    assert found is not None and name in found.others and found.others_digest != whole.others_digest
+    assert name in found.others and found.others_digest != whole.others_digest

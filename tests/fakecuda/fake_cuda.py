@@ -191,10 +191,10 @@ def install(library: Path) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     # a function of its own: torch.compile keeps a table of both
-    torch.accelerator.current_stream = lambda device=None: current_stream(device)  # type: ignore[assignment]
+    torch.accelerator.current_stream = lambda device=None: current_stream(device)
     _note_host_memory(torch.Tensor)
-    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment]
-    FakeTensor.data_ptr = _address  # type: ignore[method-assign,assignment]
+    FakeTensorMode.avoid_device_init = property(lambda mode: True)
+    FakeTensor.data_ptr = _address
 
 
 def _note_host_memory(tensor_type):

@@ -164,7 +164,7 @@ def _where():
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(REPOSITORY / "trainer"):
             found.append(f"{path.relative_to(REPOSITORY)}:{frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return " < ".join(found) or "torch"
 
 

@@ -262,7 +262,7 @@ def run_rank(job, rank):
     config = schedule.config
     world = SimulatedWorld(
         torch.device("cpu"),
-        None,  # type: ignore[arg-type]
+        None,
         rank=rank,
         size=job.size,
         num_shards=job.size,
@@ -463,7 +463,7 @@ class Schedule:
         [left] = self.disk.sample(1, self.chance)
         known = dict(left)
         for name in fsio.list_dir(self.run_dir):
-            is_unknown = name not in dict(self.disk.now(self.run_dir))  # type: ignore[arg-type]
+            is_unknown = name not in dict(self.disk.now(self.run_dir))
             if not is_unknown or self.chance.random() < 0.5:
                 remove(self.run_dir / name)
         for name, tree in known.items():
@@ -540,7 +540,7 @@ class Schedule:
         with self.in_window() as job:
             if job is None:
                 return real_commit(staging, step, nonce=nonce)
-            if "rank" in self.hub.current.process.name:  # type: ignore[union-attr]
+            if "rank" in self.hub.current.process.name:
                 self.saved[nonce] = self._judge_save(staging, step, job)
             final = real_commit(staging, step, nonce=nonce)
         self.promised = step

@@ -65,7 +65,7 @@ def learn_nothing(*, stop_in=None):
     def rising(self, step, *, val_loss, **settings):
         return observe(self, step, val_loss=val_loss + step, **settings)
 
-    ValidationWatch.observe = rising  # type: ignore[assignment]
+    ValidationWatch.observe = rising
     if stop_in is not None:
         stop_in_validation(stop_in)
 
@@ -83,7 +83,7 @@ def stop_in_validation(count):
         if len(seen) == count:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Validation.__init__ = __init__  # type: ignore[method-assign]
+    Validation.__init__ = __init__
 
 
 def kill_before(run_dir, module, name):

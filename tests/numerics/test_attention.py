@@ -87,7 +87,7 @@ def errors(ours, **settings):
     output.backward(direction)
     expected.backward(direction.double())
     pairs = [(output, expected), *((x.grad, y.grad) for x, y in zip(ours, exact, strict=True))]
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]  # type: ignore[union-attr]
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
 
 
 @pytest.mark.parametrize("window", [None, 2, 5, 64, 1000])
@@ -145,7 +145,7 @@ def test_dropout_drops_probabilities_and_their_gradients_alike(monkeypatch, keep
             for sign in (1, -1)
         )
     slope = (there.square().sum() - back.square().sum()).item() / 2
-    expected = sum((x.grad * step).sum().item() for x, step in zip(leaves, steps, strict=True))  # type: ignore[operator]
+    expected = sum((x.grad * step).sum().item() for x, step in zip(leaves, steps, strict=True))
     assert slope == pytest.approx(expected, rel=1e-3)
 
 

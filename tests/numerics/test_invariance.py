@@ -53,7 +53,7 @@ def train(world, source, max_samples=None, **changes):
     return [rows.column(key) for key in keys]
 
 
-def plain_run(source, adapter=None, *, num_steps=STEPS, **changes):  # type: ignore[no-untyped-def]
+def plain_run(source, adapter=None, *, num_steps=STEPS, **changes):
     """Run the training by its definition. It uses nothing of ours but the order and the key of the
     first weights.
 

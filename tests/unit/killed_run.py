@@ -44,7 +44,7 @@ def main(run_dir, backend, first_step, kill_step):
     for step in range(first_step, STEPS + 1):
         log_steps(tracking, [step])
         if step == kill_step:
-            while any(sink._queue.qsize() for sink in tracking._sinks):  # type: ignore[attr-defined]
+            while any(sink._queue.qsize() for sink in tracking._sinks):
                 time.sleep(0.01)
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)

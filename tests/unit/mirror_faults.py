@@ -328,7 +328,7 @@ class Trial:
         assert (run_dir / "metrics.jsonl").exists()
         assert len(rollback.read(run_dir).entries) >= self._num_rollbacks
         chosen = choice.select(run_dir).chosen
-        assert chosen is not None and chosen.path == path
+        assert chosen.path == path
         return nonce
 
     def _expected(self):

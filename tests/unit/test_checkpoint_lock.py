@@ -20,13 +20,17 @@ from trainer.errors import CannotWriteError
 from trainer.runtime import heartbeat
 
 
+def take(directory):
+    RunLock(directory).acquire(timeout_s=0)
+
+
 @pytest.fixture
 def holder(tmp_path):
     """A process that takes the lock and sleeps. Returns its pid and the pid of its forked worker."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        RunLock(tmp_path).acquire(timeout_s=0)
+        take(tmp_path)
         if os.fork() == 0:  # the worker has let go of the lock by now
             os.write(writer, str(os.getpid()).encode())
         time.sleep(60)
@@ -70,9 +74,9 @@ def test_a_forked_child_neither_keeps_nor_breaks_it(tmp_path):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert lock.is_held()
         with pytest.raises(ConfigError, match="in use"):
-            RunLock(tmp_path).acquire(timeout_s=0)
+            take(tmp_path)
     assert not lock.is_held()
-    RunLock(tmp_path).acquire(timeout_s=0)
+    take(tmp_path)
 
 
 def test_a_lock_file_that_was_removed_is_made_again_unless_another_run_came(tmp_path, caplog):
@@ -82,7 +86,7 @@ def test_a_lock_file_that_was_removed_is_made_again_unless_another_run_came(tmp_
         first.require()
         assert first.is_held() and caplog.text.count("was removed during training") == 1
         with pytest.raises(ConfigError, match=f"in use by another run .pid {os.getpid()} "):
-            RunLock(tmp_path).acquire(timeout_s=0)
+            take(tmp_path)
         (tmp_path / LOCK).unlink()
         with (
             RunLock(tmp_path),
@@ -132,7 +136,7 @@ def test_a_file_system_that_does_not_answer_is_not_held(tmp_path, monkeypatch):
         assert lock.is_held()
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(CannotWriteError, match=r"\.train\.lock: Input/output error"):
-        RunLock(tmp_path).acquire(timeout_s=0)
+        take(tmp_path)
 
 
 def test_a_process_that_was_given_the_pid_of_a_killed_run_is_not_that_run(tmp_path):
@@ -171,7 +175,7 @@ def test_a_file_system_without_locks_is_refused_unless_it_is_accepted(
     with pytest.raises(
         ConfigError, match=r"(?s)without locks.*trainer\.checkpoint\.require_lock=false"
     ):
-        RunLock(tmp_path).acquire(timeout_s=0)
+        take(tmp_path)
     first = RunLock(tmp_path, needs_flock=False)
     second = RunLock(tmp_path, needs_flock=False)
     first.acquire(timeout_s=0)

@@ -52,7 +52,7 @@ def test_no_run_returns_to_before_steps_of_another_batch_size(tmp_path):
     save(tmp_path, 10, 20, 50)
     rewrite_manifest(tmp_path / "global_step_50", lambda tree: tree.update(samples_consumed=280))
     schedule = Schedule((Share(1000),), 4, seed=0, start=Position(60, 0, 320))
-    batches = TrainLoader(ToySamples(), plan=None, schedule=schedule, total_steps=90, num_workers=0)  # type: ignore[arg-type]
+    batches = TrainLoader(ToySamples(), plan=None, schedule=schedule, total_steps=90, num_workers=0)
     found = rollback.candidates(
         tmp_path, onset=80, history=History(), fingerprints={}, leads_here=batches.follows
     )

@@ -127,7 +127,7 @@ def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch):
 
 
 def source(name, files, **columns):
-    return Source(name, files, 1.0, -1, None, RowKeys(**columns))  # type: ignore[arg-type]
+    return Source(name, files, 1.0, -1, None, RowKeys(**columns))
 
 
 COLUMNS = ("data.prompt_key=q", "data.response_key=a", "data.messages_key=chat")

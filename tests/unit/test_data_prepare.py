@@ -62,7 +62,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch):
 def test_a_daemonic_process_prepares_alone(monkeypatch):
     """multiprocessing does not allow this process to have children."""
     with_cpus(monkeypatch, 2)
-    monkeypatch.setitem(current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    monkeypatch.setitem(current_process()._config, "daemon", True)
     blocks = itertools.islice(endless(), 20)
     assert len(list(prepare_blocks(RowEncoder(TOKENIZER, OPTIONS), blocks))) == 20
 
@@ -93,7 +93,6 @@ def test_they_end_with_the_process_that_is_killed(monkeypatch):
     with_cpus(monkeypatch, 2)
     waiting = get_context("fork").Process(target=_prepare_for_ever)
     waiting.start()
-    assert waiting.pid is not None
     deadline = time.monotonic() + 60
     while len(children := children_of(waiting.pid)) < 2:
         assert time.monotonic() < deadline and waiting.is_alive()

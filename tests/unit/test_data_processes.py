@@ -22,7 +22,7 @@ def _no_locks(*_):
 def _prepare(path, cache, has_locks, results):
     """Put the fingerprint of the rows, and whether this process prepared them."""
     if not has_locks:
-        fcntl.flock = _no_locks  # type: ignore[assignment]
+        fcntl.flock = _no_locks
     with patch.object(token_cache, "write_samples", wraps=token_cache.write_samples) as written:
         fingerprint = run(path, cache=cache).summary.fingerprint
     results.put((fingerprint, written.called))

@@ -203,4 +203,4 @@ def test_a_result_from_elsewhere_is_logged_and_decides_in_the_report(
     logged = read_metrics(run_dir / "evaluation" / name / "metrics.jsonl")
     assert [(row["step"], row[f"eval/{name}"]) for row in logged] == [(10, 0.75), (20, 0.5)]
     found = analyse(read_run(run_dir)).generalisation
-    assert found is not None and found.recommended_step == best
+    assert found.recommended_step == best

@@ -127,7 +127,7 @@ def test_a_worker_needs_no_short_path_of_temporary_files(tmp_path, monkeypatch):
     place = tmp_path / ("x" * 100)
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
     require_same(loader(num_workers=1), loader())
 
 

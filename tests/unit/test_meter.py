@@ -39,7 +39,7 @@ class Samples(OneSource):
 
 
 def new_meter(*, cost=None, **settings):
-    world = World(CPU, mesh=None, rank=0, size=2, num_shards=2)  # type: ignore[arg-type]
+    world = World(CPU, mesh=None, rank=0, size=2, num_shards=2)
     return Meter(world, cost=cost, **({"total_steps": 100} | settings))
 
 

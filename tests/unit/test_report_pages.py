@@ -73,7 +73,7 @@ def metric(report, key, **changes):
 def text_of(run, *, width=120):
     console = Console(file=StringIO(), width=width)
     print_report(console, *run)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()
 
 
 FIXED = {"verdict", "level", "status", "phase"}
@@ -97,7 +97,7 @@ def hostile(value):
 def test_json_keeps_its_schema_with_values_of_numpy_or_not_finite(run):
     report, log = run
     odd = {"value": math.nan, "threshold": math.inf, "steps": (np.int64(1), np.int64(2))}
-    finding = replace(report.findings[0], **odd)  # type: ignore[arg-type]
+    finding = replace(report.findings[0], **odd)
     anomaly = replace(report.anomalies[0], ratio=math.nan, percent=np.float64(2.5))
     hurt = replace(report, findings=(finding,), top=(finding,), anomalies=(anomaly,))
     for one in (report, analyse(replace(log, series={})), hurt):
@@ -196,7 +196,7 @@ def test_runs_side_by_side_differ_in_speed_loss_and_configuration():
     assert {"optim.lr", "new"} < {row[0] for row in compared.rows if not row[1]}
     console = Console(file=StringIO(), width=100)
     print_section(console, compared)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert "38,540" in text and "77,080" in text and "77,080" in as_page(runs)
 
 

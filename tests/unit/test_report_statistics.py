@@ -41,7 +41,7 @@ def test_a_level_that_shifts_and_a_band_that_is_left_have_their_onset(num_points
     values[at:] -= 0.5
     found = shift(series(values), sign=-1)
     left = beyond(series(values), low=0.8)
-    assert found.is_lasting and left is not None
+    assert found.is_lasting
     assert (found.before, found.after) == pytest.approx((1.0, 0.5), abs=0.1)
     tolerance = max(3, num_points // 200)
     assert abs(found.steps[0] - at) <= tolerance and abs(left.steps[0] - at) <= tolerance

@@ -327,7 +327,7 @@ def test_the_hub_reports_nothing_about_users_of_trackio(tmp_path, monkeypatch):
         def finish(self): ...
 
     library = ModuleType("trackio")
-    library.Run = Run  # type: ignore[attr-defined]
+    library.Run = Run
     monkeypatch.setitem(sys.modules, "trackio", library)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

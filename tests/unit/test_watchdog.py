@@ -59,7 +59,7 @@ def bench(tmp_path, monkeypatch):
     ]
     with new_status(2) as status:
         for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == b"\n"
+            assert process.stdout.readline() == b"\n"
         dog = Watchdog(status, run_dir=tmp_path / "run", has_peers=False)
         bench = Bench(status, dog, processes[:2], processes[2])
         monkeypatch.setattr(watchdog, "time", bench)

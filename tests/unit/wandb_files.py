@@ -41,7 +41,7 @@ def _records_of(path):
         parts += content[place : place + num_bytes]
         place += num_bytes
         if kind in (FULL, LAST):
-            yield wandb_internal_pb2.Record.FromString(parts)  # type: ignore[attr-defined]
+            yield wandb_internal_pb2.Record.FromString(parts)
             parts = b""
 
 
