@@ -37,22 +37,23 @@ def source(root):
     return write_model_config(root, "qwen3_moe", **EXPERTS)
 
 
-def checked(world, root):
+def checked(world, root, master_dtype):
     """Return the differences from transformers' own forward and backward pass, by family."""
     found = {}
     for family in FAMILIES:
         source = ModelSource(str(root / family), random_weights=False)
-        model = build_toy_model(world, source, random_weights=False)
+        model = build_toy_model(world, source, random_weights=False, master_dtype=master_dtype)
         assert all("exchange" in vars(experts) for experts in experts_of(model))
         errors = selfcheck.compare(model, world.device, formula=LOSSES["cross_entropy"].formula)
         found[family] = (errors.loss, *errors.gradients.values(), errors.foresight)
     return found
 
 
-def test_loss_and_gradient_are_those_of_transformers(tmp_path):
+@pytest.mark.parametrize("master_dtype", ["float32", "bfloat16"])
+def test_loss_and_gradient_are_those_of_transformers(tmp_path, master_dtype):
     for family in FAMILIES:
         save_model(tmp_path / family, family)
-    found = run_ranks(checked, 4, tmp_path, expert_size=2)[0]
+    found = run_ranks(checked, 4, tmp_path, master_dtype, expert_size=2)[0]
     assert {family: max(errors) for family, errors in found.items() if max(errors) > 1e-5} == {}
 
 

@@ -77,10 +77,11 @@ class ExpertExchange:
 
     def gather_all(self, parameter: nn.Parameter) -> Tensor:
         """Return all experts on every rank. Collective."""
-        assert isinstance(parameter, DTensor)
-        # each rank's gradient is a part of the sum, which is then reduced to the shards
-        partial = [Partial()] * parameter.device_mesh.ndim
-        return parameter.full_tensor(grad_placements=partial).to(self.dtype)
+        # each rank's gradient is a part of the sum along "expert"; `gather` reduces the other sums
+        own = DTensor.from_local(
+            self.gather(parameter), self.mesh["expert"], [Shard(0)], run_check=False
+        )
+        return own.full_tensor(grad_placements=[Partial()])
 
 
 class _Gather(torch.autograd.Function):
