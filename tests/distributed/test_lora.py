@@ -178,6 +178,8 @@ def assert_merged_as_by_peft(model, adapter, merged):
 def export_merged(world, model, target, layers):
     source = ModelSource(str(model))
     lora = {"lora_rank": 3, "use_rslora": True, "target_modules": layers}
+    # their product must not be rounded to bfloat16, too
+    lora["master_dtype"] = "bfloat16"
     built = build_toy_model(
         world, source, random_weights=False, partial_pretrain=source.path, **lora
     )

@@ -142,12 +142,12 @@ class Change:
         """
         if not is_adapter(self.trained):
             return shards.whole(self.trained)
-        down = shards.whole(self.trained)
-        up = shards.whole(self.trained.replace(".lora_A.", ".lora_B."))
+        down = shards.whole(self.trained).float()
+        up = shards.whole(self.trained.replace(".lora_A.", ".lora_B.")).float()
         if stored.ndim == 3:  # E experts, R rank, I inputs, O outputs
             down = down.view(len(stored), -1, down.shape[1])  # ERI
             up = up.view(len(up), -1, len(stored)).permute(2, 0, 1)  # EOR
-        added = (up @ down).float().mul_(self.scaling)
+        added = (up @ down).mul_(self.scaling)
         if self.is_transposed:
             added = added.mT
         return added.add_(stored)  # in place: stacked experts are large
