@@ -126,6 +126,15 @@ def test_adapters_are_merged_with_the_dequantized_base(root, expected, form, lay
     torch.testing.assert_close(ours.state_dict(), theirs, rtol=1e-2, atol=1e-3)
 
 
+def test_the_exponent_255_of_a_scale_is_nan(tmp_path):
+    write(tmp_path, "exponents")
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_tensors(
+        tmp_path / "model.safetensors", lambda files: files[f"{name}_scale_inv"].fill_(255)
+    )
+    assert weights_in(tmp_path)[name].whole().isnan().all()
+
+
 def drop_scales(files):
     for name in [name for name in files if name.endswith("_scale_inv")]:
         del files[name]

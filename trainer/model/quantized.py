@@ -206,8 +206,8 @@ def _scales(stored: StoredTensor, picked: list[slice]) -> Tensor:
     else:
         every = [slice(0, size) for size in stored.shape[-2:]]
         scales = stored.read((*picked, *every)).reshape(stored.shape[-2:])
-    if scales.dtype == torch.uint8:  # only an exponent (E8M0)
-        return torch.exp2(scales.float() - 127)
+    if scales.dtype == torch.uint8:  # only an exponent; 255 is NaN
+        scales = scales.view(torch.float8_e8m0fnu)
     return scales.float()
 
 
