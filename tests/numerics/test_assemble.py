@@ -172,6 +172,11 @@ ENCODER = {"pad_token_id": 0, "tie_word_embeddings": False}
         ),
         ("camembert", ENCODER, "self-check failed: the logits of .* depend on later tokens"),
         ("bert", ENCODER, ".* shares parameters between layers"),
+        (
+            "qwen2",
+            {"initializer_range": 1e38},
+            "self-check failed: the logits of .* are not finite",
+        ),
     ],
 )
 def test_an_architecture_that_cannot_be_trained_is_refused(tmp_path, family, changes, refusal):

@@ -5,6 +5,7 @@ The order is: meta device, sharding, memory, weights, self-check.
 
 import gc
 import logging
+import math
 import re
 from dataclasses import dataclass
 
@@ -238,7 +239,9 @@ def _own_fault(model: PreTrainedModel, config: ModelConfig, world: World) -> str
         # perhaps only this rank fails: its process ends, and the launcher ends the waiting ranks
         raise
     dtype = distributed.compute_dtype(config.fsdp_config.param_dtype, world.device)
-    if not errors.foresight <= selfcheck.TOLERANCE[dtype]:
+    if math.isnan(errors.foresight):
+        return f"the logits of {name} are not finite: check its weights for NaN and infinity"
+    if errors.foresight > selfcheck.TOLERANCE[dtype]:
         return f"the logits of {name} depend on later tokens, as in an encoder"
     found = [(f"the loss of {name}", errors.loss, selfcheck.TOLERANCE[dtype])]
     for kind, difference in errors.gradients.items():
