@@ -138,7 +138,7 @@ def test_an_aborted_rank_with_peers_may_have_lost_one(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "supervise", lambda *_, **__: ABORTED)
     monkeypatch.setattr("trainer.launch.checks.run_checks", lambda checks, launch: None)
-    monkeypatch.setattr(launch, "gpus_for_run", lambda device: num_gpus)
+    monkeypatch.setattr("trainer.launch.ranks.gpus_for_run", lambda device: num_gpus)
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
     (tmp_path / "run").mkdir()
     assert launch.main([str(num_ranks), f"trainer.default_local_dir={tmp_path}/run"]) == code

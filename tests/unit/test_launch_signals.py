@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from fake_launch import launched
@@ -45,6 +47,14 @@ def test_a_killed_agent_is_named(tmp_path):
     with launched(tmp_path, agent="import os; os.kill(os.getpid(), 9)") as run:
         code, stderr = run.end()
     assert code == 1 and "SIGKILL (likely out of host memory)" in stderr
+
+
+def test_no_thread_can_receive_a_signal_before_the_launcher_blocks_signals():
+    """numpy starts threads when it is imported. A signal that one of them receives ends the launcher."""
+    code = "import os, trainer.launch.__main__; print(os.listdir('/proc/self/task'), os.getpid())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    tasks, pid = done.stdout.rsplit(maxsplit=1)
+    assert tasks == f"['{pid}']"
 
 
 def test_a_signal_reaches_every_rank_once(tmp_path):

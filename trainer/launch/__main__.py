@@ -1,7 +1,9 @@
 """The launcher, called by `run_sft.sh`: checks configuration and machine, starts the ranks, and
 returns the exit code of the run.
 
-It imports no torch, so that a mistyped key fails at once.
+It imports no torch, so that a mistyped key fails at once. It imports numpy, and all modules that
+import it, only after `main` has blocked the stop signals: numpy starts threads, and a signal that
+one of them received would kill the launcher.
 """
 
 import os
@@ -23,16 +25,6 @@ from trainer.errors import (
     CannotWriteError,
     DataError,
 )
-from trainer.launch.aborts import exit_code_after_abort
-from trainer.launch.mirroring import mirrored, warn_if_behind
-from trainer.launch.ranks import (
-    NodeLayout,
-    choose_num_ranks,
-    gpus_for_run,
-    node_layout,
-    parse_arguments,
-    rank_environment,
-)
 from trainer.launch.supervise import supervise
 from trainer.launch.watchdog import Watchdog
 from trainer.runtime.exit_codes import code_of
@@ -42,6 +34,7 @@ from trainer.runtime.status import ABORTED, new_status
 
 if TYPE_CHECKING:
     from trainer.launch.checks import Launch
+    from trainer.launch.ranks import NodeLayout
 
 NUMA_NODES = Path("/sys/devices/system/node")
 
@@ -62,6 +55,8 @@ def main(argv: list[str], *, is_program: bool = False) -> int:
 def _launch(argv: list[str]) -> int:
     """Check and train. Return the exit code. Raises the errors of a run that cannot start."""
     from trainer.__main__ import main as run_here
+    from trainer.launch.mirroring import mirrored, warn_if_behind
+    from trainer.launch.ranks import choose_num_ranks, gpus_for_run, node_layout, parse_arguments
     from trainer.train.start.compose import load_config
 
     asked, overrides = parse_arguments(argv)
@@ -95,6 +90,8 @@ def _launch(argv: list[str]) -> int:
 
 def _train(launch: "Launch", overrides: list[str]) -> int:
     """Start the ranks and return the exit code of the run."""
+    from trainer.launch.ranks import rank_environment
+
     config = launch.config
     layout = launch.layout
     num_ranks = launch.num_ranks
@@ -124,6 +121,8 @@ def _train(launch: "Launch", overrides: list[str]) -> int:
         )
     has_nccl_peers = launch.num_gpus > 0 and num_ranks > 1
     if code == ABORTED and (has_peers or has_nccl_peers):
+        from trainer.launch.aborts import exit_code_after_abort
+
         return exit_code_after_abort(run_dir, layout.node_rank)
     return EXIT_CRASH if code == ABORTED else code
 
@@ -136,7 +135,7 @@ def can_bind_numa() -> bool:
 
 def agent_command(
     num_ranks: int,
-    layout: NodeLayout,
+    layout: "NodeLayout",
     overrides: Sequence[str],
     *,
     timeout_s: int,
