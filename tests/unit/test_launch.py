@@ -142,3 +142,14 @@ def test_an_aborted_rank_with_peers_may_have_lost_one(
     monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
     (tmp_path / "run").mkdir()
     assert launch.main([str(num_ranks), f"trainer.default_local_dir={tmp_path}/run"]) == code
+
+
+def test_a_failed_restore_does_not_say_that_nothing_was_saved(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("trainer.launch.mirroring._prepare", lambda config, layout: 75)
+    monkeypatch.setattr(launch.signal, "pthread_sigmask", lambda how, numbers: set())
+    words = [
+        f"trainer.default_local_dir={tmp_path}/run",
+        "trainer.checkpoint.mirror=memory://runs/a",
+    ]
+    assert launch.main(["1", *words]) == 75
+    assert capsys.readouterr().out == "resume with the same command\n"

@@ -81,8 +81,10 @@ def _launch(argv: list[str]) -> int:
             checks.run_checks(checks.OF_MACHINE, launch)
             code = _train(launch, overrides)
     if code == EXIT_RESUMABLE:
-        # with several machines, only the first may see the run directory
-        is_saved = layout.num_nodes > 1 or Path(config.trainer.default_local_dir, POINTER).exists()
+        trainer = config.trainer
+        # with several machines, only the first may see the run directory; a mirror may hold steps
+        is_elsewhere = layout.num_nodes > 1 or trainer.checkpoint.mirror is not None
+        is_saved = is_elsewhere or Path(trainer.default_local_dir, POINTER).exists()
         hint = "resume with" if is_saved else "nothing has been saved yet; start over with"
         print(f"{hint} the same command", flush=True)
     return code
