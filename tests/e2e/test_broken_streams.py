@@ -1,11 +1,15 @@
 """Runs whose output nobody can read any more still train, save, stop and continue as documented."""
 
 import getpass
+import os
 import signal
 
 import pytest
 from runs import SMALL, processes_of, started, wait_for_step
 from whole_runs import curve
+
+from trainer.runtime import log
+from trainer.runtime.processes import begun
 
 
 @pytest.fixture
@@ -38,3 +42,18 @@ def test_lost_output_changes_no_exit_code_and_the_run_goes_on(cwd, cache):
     assert list(curve(run_dir)) == list(range(1, 13))
     assert sorted((cwd / "tmp").iterdir()) == before, "left in TMPDIR"
     assert processes_of(cwd) == []
+
+
+def test_output_that_nobody_reads_is_dropped_until_someone_reads_it(monkeypatch):
+    monkeypatch.setattr(log, "PATIENCE_S", 0.1, raising=False)
+    reader, writer = os.pipe()
+    stream = log.SafeStream(os.fdopen(writer, "w"), reports_loss=False)
+
+    def fill():
+        for _ in range(100):
+            print("x" * 4000, file=stream, flush=True)
+
+    begun(fill).result(timeout=10)
+    os.read(reader, 2**20)
+    print("back", file=stream, flush=True)
+    assert os.read(reader, 2**20) == b"back\n"

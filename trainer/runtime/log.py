@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import os
+import select
 import sys
 import time
 import warnings
@@ -16,6 +17,8 @@ from typing import IO, Any, TextIO
 LABEL_WIDTH = 12
 """Width, in columns, of the labels at the start of a run."""
 PROGRESS_INTERVAL_S = 10.0
+PATIENCE_S = 30.0
+"""How long a write waits for a reader, such as a terminal that Ctrl-S has stopped."""
 
 
 @dataclass(eq=False)
@@ -24,15 +27,17 @@ class SafeStream:
     terminal.
 
     After the first failed write the descriptor points to /dev/null, for libraries and child
-    processes too.
+    processes too. If nobody reads a pipe or a terminal, text is dropped until someone does.
     """
 
     stream: IO[str]
     reports_loss: bool
+    _is_stalled: bool = False
 
     def write(self, text: str) -> int:
         try:
-            return self.stream.write(text)
+            if self._has_room():
+                return self.stream.write(text)
         except OSError as error:
             self._give_up(error)
         return len(text)
@@ -42,6 +47,12 @@ class SafeStream:
             self.stream.flush()
         except OSError as error:
             self._give_up(error)
+
+    def _has_room(self) -> bool:
+        """Wait `PATIENCE_S` for room. Until there is room, later calls do not wait again."""
+        patience_s = 0.0 if self._is_stalled else PATIENCE_S
+        self._is_stalled = not select.select([], [self.stream], [], patience_s)[1]
+        return not self._is_stalled
 
     def _give_up(self, error: OSError) -> None:
         with open(os.devnull, "wb") as null:
@@ -82,11 +93,12 @@ def keep_streams_safe(*, reports_loss: bool = True) -> None:
 
 
 def say(text: str) -> None:
-    """Write text to stderr; a signal handler may call this. If stderr cannot be written, the text
-    is lost.
+    """Write text to stderr; a signal handler may call this. If stderr cannot be written at once,
+    the text is lost.
     """
     with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, text.encode())
 
 
 def labelled(label: str, text: str) -> str:
