@@ -16,6 +16,8 @@ from whole_runs import train
 
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import ConfigError
+from trainer.errors import CannotWriteError
+from trainer.tools.evaluate import prove
 from trainer.tools.evaluate.prove import prove_serving
 from trainer.tools.report.readers import read_run
 
@@ -185,3 +187,9 @@ def test_nothing_to_compare_with_is_said(trained, tmp_path):
     log.unlink()
     with pytest.raises(ConfigError, match="no validation at step 4"):
         prove_serving(checkpoint, engine="transformers", python="")
+
+
+def test_a_certificate_that_cannot_be_written_has_an_exit_code(trained, monkeypatch):
+    monkeypatch.setattr(prove, "PROOFS", "run.json")
+    with pytest.raises(CannotWriteError, match=r"run\.json"):
+        prove_serving(trained["full"] / STEP, engine="transformers", python="")

@@ -3,14 +3,17 @@ permanently.
 """
 
 import os
+import shutil
 import signal
 import time
 
+import pytest
 from checkpoint_fakes import commit, expected_files, files_of, save
 
 from trainer.checkpoint import layout, retention
 from trainer.checkpoint.layout import READING_PREFIX
 from trainer.checkpoint.reading import pinned
+from trainer.errors import CannotWriteError
 
 
 def inspected(run_dir, step):
@@ -45,6 +48,14 @@ def test_without_links_a_reader_gets_the_checkpoint_itself(tmp_path, monkeypatch
     monkeypatch.setattr(os, "link", refuse)
     with pinned(inspected(tmp_path, 2), "data.pt") as directory:
         assert directory == tmp_path / "global_step_2"
+
+
+def test_a_reader_that_cannot_write_links_has_an_exit_code(tmp_path):
+    save(tmp_path, 2)
+    info = inspected(tmp_path, 2)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(CannotWriteError, match="reading_global_step_2"), pinned(info):
+        pass
 
 
 def test_another_checkpoint_of_the_same_step_is_not_taken_for_it(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainer.checkpoint.layout import IN_USE, READING_PREFIX, CheckpointInfo
 from trainer.checkpoint.manifest import MANIFEST, ManifestError, parse_manifest
+from trainer.errors import CannotWriteError
 from trainer.runtime.files import try_lock
 
 
@@ -22,10 +23,14 @@ def pinned(info: CheckpointInfo, *parts: str) -> Iterator[Path | None]:
     Yields None if the checkpoint was already deleted or replaced. The linked files stay complete
     even if the checkpoint is deleted. On a file system without hard links, this yields the
     checkpoint itself, whose files may disappear. The links are removed at the end. If the reader is
-    killed, the next start or save of the run removes them.
+    killed, the next start or save of the run removes them. Raises `CannotWriteError`.
     """
     directory = info.path.with_name(f"{READING_PREFIX}{info.path.name}.{secrets.token_hex(4)}")
-    directory.mkdir()
+    try:
+        directory.mkdir()
+    except OSError as error:
+        fix = "Fix: make the run directory writable, because readers link checkpoints there"
+        raise CannotWriteError(f"cannot create a directory: {error}.\n{fix}") from error
     # The file is locked before it gets the name by which others find it.
     with open(directory / f"{IN_USE}.tmp", "xb") as lock:
         try:

@@ -24,6 +24,7 @@ import transformers
 from trainer.checkpoint import layout
 from trainer.checkpoint.export import require_export
 from trainer.config import ConfigError, parse_recorded
+from trainer.errors import CannotWriteError
 from trainer.runtime.files import atomic_write
 from trainer.runtime.json_lines import strict
 from trainer.tools.evaluate import engines
@@ -73,7 +74,7 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
     """Check that a checkpoint's export has the validation loss of training; return the result and its
     file.
 
-    Raises `ConfigError` or `DataError` if there is nothing to compare.
+    Raises `ConfigError` or `DataError` if there is nothing to compare, and `CannotWriteError`.
     """
     if engine == VLLM:
         engines.require_vllm(python)
@@ -99,8 +100,12 @@ def prove_serving(checkpoint: Path, *, engine: str, python: str) -> tuple[Certif
         reason = str(error).partition("\n")[0]
         result.causes.append(f"{engine} cannot load it: {type(error).__name__}: {reason}")
     path = checkpoint.resolve().parent / PROOFS / f"step_{result.step}_{engine}.json"
-    path.parent.mkdir(exist_ok=True)
-    atomic_write(path, json.dumps(strict(result), indent=1) + "\n")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        atomic_write(path, json.dumps(strict(result), indent=1) + "\n")
+    except OSError as error:
+        fix = "Fix: make the run directory writable"
+        raise CannotWriteError(f"cannot write the certificate: {error}.\n{fix}") from error
     return result, path
 
 
