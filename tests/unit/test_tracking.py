@@ -342,3 +342,11 @@ def test_results_under_the_names_of_a_finished_run_take_nothing_back(tmp_path):
     (row,) = [row for row in rows if row["kind"] == "val"]
     assert len(rows) == 20 and (row["val/loss"], row["val/exec_success_rate"]) == (1.5, 0.61)
     assert track(tmp_path).past.last_step == 19
+
+
+def test_the_duration_of_earlier_attempts_does_not_follow_the_wall_clock(tmp_path, monkeypatch):
+    tracking = track(tmp_path)
+    for step in (1, 2):
+        tracking.log({"progress/elapsed_s": 10.0 * step}, step)
+        monkeypatch.setattr("trainer.tracking.metrics_file.time.time", lambda: 0.0)  # back to 1970
+    assert track(tmp_path).past.duration_s == 20.0

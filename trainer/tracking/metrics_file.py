@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.runtime.files import open_regular
-from trainer.runtime.json_lines import MAX_FILE_BYTES, AppendFile, JsonLines
+from trainer.runtime.json_lines import MAX_FILE_BYTES, AppendFile, JsonLines, parsed
 from trainer.tracking.metrics.words import split_reducer
 
 FILE_NAME = "metrics.jsonl"
@@ -35,7 +35,7 @@ ROLLBACK = "rollback"
 MARKERS = (START, ROLLBACK)
 
 
-_COLUMNS = re.compile(rb'\{"step":(\d+),"attempt":(\d+),"kind":"(\w+)","ts":([\d.]+)[,}]')
+_COLUMNS = re.compile(rb'\{"step":(\d+),"attempt":(\d+),"kind":"(\w+)","ts":[\d.]+[,}]')
 """Matches the beginning of every line that `MetricsFile` writes."""
 
 
@@ -148,28 +148,27 @@ def read_places(path: Path, *, before_attempt: int) -> Iterator[tuple[int, str]]
 
 def read_past(path: Path) -> Past:
     """Sum up the earlier attempts. Raises `OSError`."""
-    first_ts: dict[int, float] = {}
-    last_ts: dict[int, float] = {}
-    last_step = 0
-    for step, attempt, kind, ts in _columns(path):
-        first_ts.setdefault(attempt, ts)
-        last_ts[attempt] = ts
+    num_attempts = last_step = 0
+    last_row = b""
+    for step, attempt, kind, line in _columns(path):
+        num_attempts = max(num_attempts, attempt)
         last_step = step if kind in MARKERS else max(last_step, step)
-    return Past(
-        num_attempts=max(first_ts, default=0),
-        duration_s=sum(last_ts.values()) - sum(first_ts.values()),
-        last_step=last_step,
-    )
+        if kind == "train":
+            last_row = line
+    # not the difference of two `ts`: the clock may have been set in between
+    elapsed_s = (parsed(last_row) or {}).get("progress/elapsed_s")
+    duration_s = elapsed_s if isinstance(elapsed_s, int | float) else 0.0
+    return Past(num_attempts, duration_s, last_step)
 
 
-def _columns(path: Path) -> Iterator[tuple[int, int, str, float]]:
-    """Yield (step, attempt, kind, ts) of every line. Only the beginning of each line is parsed, so a
-    million rows take about a second.
+def _columns(path: Path) -> Iterator[tuple[int, int, str, bytes]]:
+    """Yield (step, attempt, kind, line) of every line. Only the beginning of each line is parsed, so
+    a million rows take about a second.
     """
     with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         for match in filter(None, map(_COLUMNS.match, file)):
-            step, attempt, kind, ts = match.groups()
-            yield int(step), int(attempt), kind.decode(), float(ts)
+            step, attempt, kind = match.groups()
+            yield int(step), int(attempt), kind.decode(), match.string
 
 
 def _contents(path: Path, before_attempt: int | None = None) -> Iterator[dict[str, Any]]:
