@@ -6,6 +6,7 @@ print(run.export, run.metrics()[-1]["val/loss"])
 """
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -64,9 +65,9 @@ def train(*words: str, num_ranks: int | None = None) -> RunDirectory:
     """Start or continue the run with these overrides, like `fsdp-sft train [num_ranks] [words …]`.
 
     `num_ranks`: by default the number of GPUs, or 2 without a GPU. The run prints to this process's
-    output. A stop signal to this process group makes the run save a checkpoint and end. Raises
-    `ConfigError` before anything starts, and `TrainingError` if the run does not end with exit
-    code 0.
+    output. A stop signal to this process group, or an interrupt of this call, makes the run save a
+    checkpoint and end. Raises `ConfigError` before anything starts, and `TrainingError` if the run
+    does not end with exit code 0.
     """
     asked = compose.with_recipe(list(words))
     run_dir = Path(load_config(*asked).trainer.default_local_dir)
@@ -77,7 +78,13 @@ def train(*words: str, num_ranks: int | None = None) -> RunDirectory:
         *([] if num_ranks is None else [str(num_ranks)]),
         *asked,
     ]
-    code = subprocess.run(command, env={**os.environ, "PYTHONSAFEPATH": "1"}).returncode
+    with subprocess.Popen(command, env={**os.environ, "PYTHONSAFEPATH": "1"}) as launcher:
+        try:
+            code = launcher.wait()
+        except KeyboardInterrupt:
+            launcher.send_signal(signal.SIGINT)  # a notebook interrupts only this process
+            launcher.wait()
+            raise
     if code != EXIT_DONE:
         raise TrainingError(run_dir, code)
     return RunDirectory(run_dir)

@@ -9,6 +9,7 @@ import pytest
 from fake_launch import launched
 from processes import wait_until
 
+from trainer import api
 from trainer.runtime.processes import is_alive
 
 SLEEPING_AGENT = """
@@ -103,3 +104,20 @@ def test_a_stopped_agent_does_not_keep_a_run_whose_ranks_have_ended(tmp_path, mo
         os.kill(run.pid("agent"), signal.SIGSTOP)
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == (75, "")
+
+
+def test_an_interrupted_call_from_python_waits_until_the_run_has_saved(tmp_path, monkeypatch):
+    """A notebook interrupts only its own process. The launcher is replaced by a script."""
+    saved = tmp_path / "saved"
+    script = f"""#!{sys.executable}
+import os, signal, time
+signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), open("{saved}", "w"), os._exit(75)))
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(30)
+"""
+    (launcher := tmp_path / "launcher").write_text(script)
+    launcher.chmod(0o755)
+    monkeypatch.setattr(api.sys, "executable", str(launcher))
+    with pytest.raises(KeyboardInterrupt):
+        api.train()
+    assert saved.exists()
