@@ -16,8 +16,8 @@ from trainer.train.start.preflight import already_complete, file_states, find_fi
 
 LAUNCH = """
 import contextlib, sys
-from trainer.launch import __main__ as launch
-launch.mirrored = lambda *args: contextlib.nullcontext()  # only of a run that trains
+from trainer.launch import __main__ as launch, mirroring
+mirroring.mirrored = lambda *args: contextlib.nullcontext()  # only of a run that trains
 launch.supervise = lambda *args, **kwargs: 99  # ranks would start
 for more in ([], ["trainer.total_epochs=7"]):
     print(launch.main(["2", *sys.argv[1:], *more]))
