@@ -10,12 +10,13 @@ from source_files import NUM_CHATS, TEMPLATE, answers, chats, words
 from source_files import files as files  # a fixture
 from toy import VOCAB, write_model_config
 
+from trainer.config import ConfigError
 from trainer.data import token_cache
 from trainer.errors import DataError
 from trainer.quickstart import MODEL_DIR
 from trainer.train.start import main
 from trainer.train.start.compose import load_config
-from trainer.train.start.inputs import prepare_inputs
+from trainer.train.start.inputs import Encoders, prepare_inputs
 
 
 def inputs_of(*given):
@@ -79,6 +80,12 @@ def test_keys_of_conversations_do_not_prepare_plain_text_again(files):
 
 
 UNKNOWN_TOKEN = f"chats.jsonl:1: the token '.*' has the id .*, but the model knows only {VOCAB} "
+
+
+def test_a_tokenizer_of_python_code_is_not_replaced_by_another(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {}}')
+    with pytest.raises(ConfigError, match="is Python code"):
+        Encoders(load_config([]), Mock(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
@@ -196,6 +197,12 @@ class Encoders:
         """Load the model's tokenizer. Raises `ConfigError` if that fails."""
         self.config = config
         trusts_code = config.model.trust_remote_code
+        has_code = "auto_map" in get_tokenizer_config(model.path)
+        if has_code and not trusts_code and not Path(model.path, "tokenizer.json").exists():
+            raise ConfigError(
+                f"the tokenizer in {model.path} is Python code, which transformers would replace "
+                f"by a tokenizer with other tokens.\nFix: save it there as tokenizer.json"
+            )
         try:
             self._own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=trusts_code)
         except Exception as error:  # tokenizers raise many kinds of errors
