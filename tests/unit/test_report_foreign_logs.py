@@ -340,6 +340,9 @@ LINES = {
     "torchtitan": "- root - INFO - \x1b[31mstep: {}  \x1b[32mloss:  1.5  grad_norm:  0.5  lr: 1e-5  memory: 2GiB(2%)",
     "NeMo": "Training epoch 0, iteration {}/900 | lr: 1e-05 | reduced_train_loss: 1.5 | grad_norm: 0.5",
     "Megatron": "iteration {}/ 900 | learning rate: 1.0E-05 | lm loss: 1.5E+00 | grad norm: 0.5 |",
+    "transformers": "\r| {0}/900 [00:01<]\r{{'loss': '1.5', 'grad_norm': 0.5, 'learning_rate': 1e-05, 'epoch': 0.1}}\n"
+    "| 1/50 [00:01<]\n{{'eval_loss': 1.6, 'epoch': 0.1}}",
+    "ROLL": '[INFO]: {{"train/loss": 1.5, "actor/lr": 1e-5, "grad_norm": 0.5}}\n[INFO]: pipeline step {} finished',
     "slime": "(M pid=7) model.py:463 - step {}: {{'train/loss': 1.5, 'train/grad_norm': 0.5, 'train/lr-pg_0': 1e-5}}",
 }
 
@@ -350,6 +353,19 @@ def test_the_console_lines_of_other_trainers_are_read(tmp_path, text):
     found = {key: series.values[-1] for key, series in read_run(log).series.items()}
     known = {"train/loss": 1.5, "train/lr": 1e-5, "train/grad_norm": 0.5}
     assert found.items() >= known.items()
+    assert read_run(log).series["train/loss"].ends == (1, 8)
+
+
+def test_validations_and_shares_of_memory_are_read_from_the_console(tmp_path):
+    log = tmp_path / "console.log"
+    log.write_text(
+        "Step 1 | val_loss:1.5\nstep: 2  loss: 2.5  memory: 78.00GiB(97.50%)\n"
+        "\x1b[33mvalidate step: 2  \x1b[32mloss: 1.5  memory: 9.00GiB(5.00%)"
+    )
+    series = read_run(log).series
+    assert series["train/loss"].by_step() == {2: 2.5}
+    assert series["val/loss"].by_step() == {1: 1.5, 2: 1.5}
+    assert series["memory/max_reserved_frac"].by_step() == {2: 0.975}
 
 
 def test_failed_saves_are_read_from_the_console_and_metrics_of_saves_are_none(tmp_path):
@@ -391,7 +407,6 @@ def test_a_long_line_is_read_in_linear_time(tmp_path):
         ("time_metrics/data_loading(%)", None),
         ("train/loss_epoch", None),
         ("value_loss", None),
-        ("rewards/margins", None),
     ],
 )
 def test_names_that_no_table_holds_are_guessed_from_their_words(name, key):

@@ -17,10 +17,10 @@ from trainer.tools.report.run_log import RunLog, UnreadableLogError
 from trainer.tracking import metrics_file, run_info
 
 FIX = (
-    "Fix: pass a run directory or one of its files: metrics.jsonl, logging.jsonl, "
-    "trainer_state.json, "
+    "Fix: pass a run directory or one of its files: metrics.jsonl, logging.jsonl, trainer_state.json, "
     "training_history.csv, a CSV with a step column, TensorBoard event files, JSON lines with a "
-    "step, or the captured console of verl, ROLL, torchtune, torchtitan, NeMo, Megatron or slime"
+    "step, or the captured console of transformers, verl, ROLL, torchtune, torchtitan, NeMo, "
+    "Megatron or slime"
 )
 READERS: dict[str, Callable[[Path, Store], None]] = {
     # ms-swift makes a directory v<N>-<time> for each start; transformers makes checkpoint-<step>.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trainer.runtime.files import open_regular
 from trainer.runtime.json_lines import MAX_FILE_BYTES, MAX_LINE_BYTES, parsed
-from trainer.tools.report.readers.parsing import as_number
+from trainer.tools.report.readers.parsing import as_number, as_step
 from trainer.tools.report.readers.store import Store
 
 STEP = re.compile(
@@ -18,11 +18,14 @@ STEP = re.compile(
 (torchtitan), `step 1: {'train/loss': 0.5}` (slime), `iteration 1/9 | lm loss: 5.0E-01 |` (Megatron).
 """
 METRIC = re.compile(
-    r"\b([a-z][^:|={},]{0,80}?)['\"]? *[:=] *(?:[a-z][\w.]*\()?([^\s(),|}]+)", re.IGNORECASE
+    r"\b([a-z][^:|={},]{0,80}?)['\"]? *[:=] *['\"]?(?:[a-z][\w.]*\()?([^\s(),|}'\"]+)",
+    re.IGNORECASE,
 )
-"""A name and its value, which may be printed as `np.float64(0.5)`."""
+"""A name and its value, which may be printed as `np.float64(0.5)` or `'0.5'`."""
 MIN_METRICS = 2
-"""A line with fewer numbers is not a line of metrics, except in verl's format."""
+"""A line with fewer numbers is not a line of metrics, unless it has a loss or verl's format."""
+MEMORY = re.compile(r"GiB\(([\d.]+)%\)")
+"""`memory: 40.00GiB(50.00%)` of torchtitan"""
 FAILED_SAVE = re.compile(
     r"(?=.*(save|saving|upload|write))(?=.*(checkpoint|ckpt)).*(failed|failure|error:|errno)",
     re.IGNORECASE,
@@ -31,7 +34,14 @@ FAILED_SAVE = re.compile(
 FAILED_SAVES = "checkpoint/failed_in_a_row"
 VERL = re.compile(r"(?:^|[\s\r])step:\d+ - ")
 ROLL = re.compile(r"metrics_tag: (\{.*)")
-"""`metrics_tag: {"step": 1, "metrics": {…}}`"""
+ROLL_ROW = re.compile(r'\]:? (\{".*)')
+ROLL_STEP = re.compile(r"\bpipeline step (\d{1,15}) finished")
+"""`metrics_tag: {"step": 1, "metrics": {…}}`, or `…]: {…}` and then `pipeline step 1 finished`"""
+PRINTED = re.compile(r"^[^{]*(\{(?!'train_runtime')(?=.*'epoch': ).*\})")
+BAR = re.compile(r"\| (\d{1,15})/(\d{1,15}) \[")
+"""transformers prints `{'loss': 0.5, 'learning_rate': 1e-05, 'epoch': 0.1}` after a progress bar
+that shows the step: `10%|█ | 1/10 [00:01<00:09]`. Validations have such bars, too.
+"""
 TOTAL = re.compile(r"Total training steps: (\d{1,15})")
 DECORATION = re.compile(r"\x1b\[[\d;]*m|(?<=\d),(?=\d{3}\b)")
 """Matches codes of colors, and the comma in 1,234."""
@@ -40,14 +50,26 @@ DECORATION = re.compile(r"\x1b\[[\d;]*m|(?<=\d),(?=\d{3}\b)")
 def read_console(path: Path, store: Store) -> None:
     """Read the lines that hold metrics or report a failed save, and skip the others."""
     last_step: object = 0
+    unnumbered: object = {}
+    bar = ("", "")
     with open_regular(path, limit_bytes=MAX_FILE_BYTES) as file:
         while line := file.readline(MAX_LINE_BYTES).decode(errors="replace"):
-            if match := ROLL.search(line):
+            bar = [bar, *BAR.findall(line)][-1]
+            if match := PRINTED.search(line):
+                if "learning_rate" in line:
+                    last_step, total = bar
+                    store.facts["total_steps"] = as_step(total)
+                store.add(last_step, dict(METRIC.findall(match[1])))
+            elif match := ROLL.search(line):
                 found = parsed(match[1])
                 row = found if isinstance(found, dict) else {}
                 last_step = row.get("step")
                 store.add(last_step, row.get("metrics"))
                 store.facts["source"] = "roll"
+            elif match := ROLL_ROW.search(line):
+                unnumbered = parsed(match[1])
+            elif match := ROLL_STEP.search(line):
+                store.add(match[1], unnumbered)
             elif match := TOTAL.search(line):
                 store.facts["total_steps"] = int(match[1])
             elif (step_row := _step_row(line)) is not None:
@@ -67,8 +89,11 @@ def _step_row(line: str) -> tuple[str, dict[str, str]] | None:
     match = STEP.search(DECORATION.sub("", line))
     if match is None:
         return None
-    row = dict(METRIC.findall(match[2]))
+    text = MEMORY.sub(r"GiB memory(%): \1", match[2])
+    row = {name: value for name, value in METRIC.findall(text) if as_number(value) is not None}
     step = row.pop("global_step", match[1])  # NeMo restarts the iterations in each epoch
-    num_metrics = sum(as_number(value) is not None for value in row.values())
-    is_row = num_metrics >= MIN_METRICS or VERL.search(line) is not None
-    return (step, row) if is_row else None
+    if not (len(row) >= MIN_METRICS or "loss" in str(row) or VERL.search(line)):
+        return None
+    if "validate step:" in line:  # torchtitan
+        row = {"val_loss": row.get("loss", "")}
+    return step, row

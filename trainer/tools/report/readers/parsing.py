@@ -17,6 +17,7 @@ BOOKKEEPING = {*STEP_KEYS, "attempt", "total_steps", "timestamp"} - {"epoch"}
 """Columns that are not metrics."""
 OUR_NAMES = {name: key for key, names in ALIASES.items() for name in names}
 MIRRORS = {
+    "memory(%)": ("memory/max_reserved_frac", 0.01),  # of torchtitan
     "mfu(%)": ("throughput/train/mfu", 0.01),
     # verl and our console log the learning rate in thousandths; TensorBoard replaces the brackets.
     "train/lr(1e-3)": ("train/lr", 1e-3),
@@ -87,7 +88,7 @@ def guessed(name: str) -> str | None:
     not identify it.
     """
     text = re.sub(r"(?<=[a-z])(?=[A-Z][A-Za-z])", "_", name).lower()
-    text = re.sub("learning.?rate", "lr", text)
+    text = re.sub("learn(ing)?.?rate", "lr", text)
     words = {SYNONYMS.get(word, word) for word in re.findall("[a-z]+|%", text)}
     for key, groups, allowed in WORDS:
         if words <= allowed and all(map(words.intersection, groups)):
