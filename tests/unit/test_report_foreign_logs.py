@@ -413,6 +413,26 @@ def test_names_that_no_table_holds_are_guessed_from_their_words(name, key):
     assert guessed(name) == key
 
 
+ODD_NAMES = """
+dev_nll val/loss lm_loss_value val/loss learn_rate train/lr wps throughput/train/tokens_per_s
+fetch_s time/train/data_s avg_return reward heldout_return val/reward return_stdev reward_std
+kl_to_ref kl critic/kl kl pi_entropy train/entropy gen_len tokens/response_length/mean
+hit_limit_frac completions/clipped_ratio
+"""
+
+
+def test_names_in_other_words_are_guessed():
+    names, keys = ODD_NAMES.split()[::2], ODD_NAMES.split()[1::2]
+    assert [*map(guessed, names)] == keys
+
+
+@pytest.mark.parametrize("name", ["update", "num_updates"])
+def test_a_column_of_updates_is_the_step(tmp_path, name):
+    log = tmp_path / "history.jsonl"
+    log.write_text("".join(f'{{"{name}": {n}, "epoch": 0, "loss": 1.5}}\n' for n in range(1, 9)))
+    assert read_run(log).series["train/loss"].ends == (1, 8)
+
+
 VERL = ["Total training steps: 300", *(f"step:{n} - actor/pg_loss:0.1" for n in range(1, 150))]
 LLAMA_FACTORY = [
     {"current_steps": step, "total_steps": 300, "loss": 1.5, "lr": 1e-5} for step in range(1, 150)

@@ -104,6 +104,7 @@ time/train/data_s     data_time train/data_time perf/data_time
 throughput/train/tokens_per_s  tokens_per_s tokens_per_sec tokens_per_second
                                train/tokens_per_sec train/tokens_per_second
                                train_tokens_per_second
+critic/vf_loss        value_loss critic_loss vf_loss train/value_loss losses/value_loss
 val/loss              val_loss valid_loss validation_loss
 val/token_accuracy    val/token_acc val/mean_token_accuracy
 progress/epoch        epoch train/epoch
@@ -124,6 +125,7 @@ _WORDS = """
 train/loss                            | loss                      | batch ce lm nll running total global reduced
  metrics
 train/loss                            | cross entropy             | language loss metrics
+val/loss                              | lm loss value             |
 val/loss                              | val loss                  | epoch lm global metrics
 train/lr                              | lr                        | adamw adam sgd pg group current actor ppo policy
  update
@@ -131,19 +133,20 @@ train/grad_norm                       | grad norm                 | global total
 train/grad_norm                       | gnorm                     |
 train/time(s)                         | iter/step/batch time/sec  | total in
 train/time(s)                         | end to time               | metrics sec
-time/train/data_s                     | data/loader time/wait/sec | load loading fetch metrics
+time/train/data_s                     | data/loader/fetch time/wait/sec | load loading data metrics
 throughput/train/tokens_per_s         | tokens sec                | throughput learner
 throughput/train/tokens_per_s_per_gpu | tokens sec gpu            | throughput
 throughput/train/tokens_per_s_per_gpu | tgs                       | throughput
 throughput/train/tokens_per_s_per_gpu | tps gpu                   | throughput
 throughput/train/tokens_per_s_per_gpu | throughput gpu            |
-throughput/train/tokens_per_s         | tps                       | throughput
+throughput/train/tokens_per_s         | tps/wps                   | throughput
 memory/cpu/rss_gib                    | cpu/host mem/ram          | gb used max process system
 memory/cpu/rss_gib                    | rss/ram                   | cpu host mem gb process proc system
 memory/max_reserved_gib               | reserved                  | gpu mem gb max system
 memory/allocated_gib                  | mem gpu/allocated/active  | gpu allocated active gb used max system
 memory/allocated_gib                  | mem                       | gb used max system
-kl                                    | kl                        | actor policy ref divergence loss penalty
+kl                                    | kl                        | actor critic policy rollout to ref divergence
+ loss penalty
 actor/approxkl                        | kl ppo                    | actor policy
 train/entropy                         | entropy                   | actor policy ppo update token loss approx all
 clip_ratio                            | clipfrac                  | pg ppo actor policy
@@ -151,16 +154,19 @@ clip_ratio                            | clip share                | pg ppo actor
 completions/clipped_ratio             | truncated                 | is all share rollout response
 completions/clipped_ratio             | clipped share             | rollout response
 completions/clipped_ratio             | no eos share              | actor policy ppo
+completions/clipped_ratio             | capped share              | rollout response length
+completions/clipped_ratio             | hit limit/cap/max share   | rollout response length
 reward                                | reward                    | total raw rollout all task actor policy ppo
 reward_std                            | reward std                | total rollout group
 tokens/response_length/mean           | gen tokens sample         |
 tokens/response_length/max            | gen tokens sample max     |
 tokens/response_length/min            | gen tokens sample min     |
 tokens/response_length/mean           | seq length                | all
-tokens/response_length/mean           | response length           | rollout
+tokens/response_length/mean           | gen length                | rollout
+tokens/response_length/mean           | response length/tokens    | rollout
 tokens/response_length/max            | response length max       | rollout
 tokens/response_length/min            | response length min       | rollout
-val/reward                            | val reward                |
+val/reward                            | val reward                | out
 val/accuracy                          | val accuracy              |
 val/accuracy                          | val aime/amc/math/gsm/gpqa/mmlu/humaneval/mbpp/livecodebench/ifeval | k
 critic/advantages/max                 | advantage max             | val
@@ -172,7 +178,12 @@ group, and otherwise only words from the last column and `FILLERS`.
 FILLERS = {"train", "step", "mean", "per", "perf", "optim"}
 """Words that carry no information about a metric."""
 _SYNONYMS = _table("""
-val       valid validation eval evaluation test dev
+val       valid validation eval evaluation test dev heldout held
+loss      nll
+policy    pi
+ref       reference
+gen       generation generated
+std       stdev stddev
 grad      gradient gradients
 iter      iteration
 sec       s secs seconds second
@@ -180,7 +191,7 @@ tokens    token tok toks
 gpu       device cuda vram
 mem       memory
 gb        gib mb mib bytes
-loader    dataloader
+loader    dataloader dataload
 max       peak
 mean      avg average
 train     training
@@ -189,8 +200,8 @@ perf      performance
 optim     optimizer
 truncated truncation
 allocated alloc
-reward    rewards
-response  completion completions answer answers
+reward    rewards return returns
+response  completion completions answer answers output
 length    len lengths
 accuracy  acc
 share     frac fraction ratio ratios rate
@@ -226,7 +237,7 @@ completion   | max_completion_length | the longest answer allowed | data.max_res
 """
 STEP_KEYS = _table("""
 steps global_step/max_steps step global_step trainer/step trainer/global_step train/global_step _step
-  current_steps current_iteration iteration iter last_step steps Step epoch
+  current_steps current_iteration iteration iter last_step steps Step num_updates update epoch
 """)["steps"]
 """Columns that can serve as the x axis, best first."""
 OPTIONS: Mapping[str, tuple[str, ...]] = {
