@@ -228,6 +228,10 @@ CASES = {
     "answers that get longer": (
         with_metric("rewards/brevity/mean", LATE), "", "reward_hacking:part:rewards/brevity/mean",
     ),
+    "a held-out result, which is no part of the reward": (
+        with_metric("val/rewards/accuracy/mean", LATE), "",
+        "reward_hacking:part:val/rewards/accuracy/mean",
+    ),
     "preference training, which lowers both rewards": (
         with_metric(DPO, LATE), "", f"reward_hacking:part:{DPO}",
     ),

@@ -29,7 +29,7 @@ steps is too high above the second value.
 """
 _FORMAT = re.compile(r"(?!.*std$)((format|tag).*reward|reward.*(format|tag))", re.IGNORECASE)
 
-_PART = re.compile(r"((train|val)/)?(rewards/.+|reward_.+)(?<!std)")
+_PART = re.compile(r"(train/)?(rewards/.+|reward_.+)(?<!std)")
 _SILENT = re.compile(
     "total|chosen|rejected|margin|format|tag|len|brev|concis|penalty|repet", re.IGNORECASE
 )
