@@ -528,6 +528,12 @@ def test_the_cause_comes_first_and_is_as_bad_as_its_effect(name):
     assert (first.id, first.level) == (id_, level)
 
 
+def test_answers_that_miss_the_budget_are_the_cause_of_a_reward_that_falls():
+    late = np.arange(30) > 20
+    change = {"reward_mean": 0.02 * np.arange(30) * ~late, "budget_violation_rate": 0.6 * late}
+    assert analyse(changed(controller_run(0), **change)).top[0].id == "budget:rising"
+
+
 def test_the_steps_of_a_loss_spike_contain_the_step_that_its_title_names():
     """The gradient leaves its usual range one step after the loss peaks."""
     rise = np.where(STEPS == 1000, 1.4, 1.0)

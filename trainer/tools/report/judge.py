@@ -28,7 +28,7 @@ TRAINING = """
     kl clip_ratio clipped_ratio length_shift entropy reward_hacking loss_zero
     not_learning loss_diverging loss_oscillating
     grad_high:rise loss_jump grad_high:sustained grad_vanish
-    overfit val_rising reward_trend accuracy:collapse accuracy val_results budget:rising budget
+    overfit val_rising budget:rising reward_trend accuracy:collapse accuracy val_results budget
     val_leak
 """
 """Ids of findings, or prefixes of ids, from the inputs of an update to its results. Among findings
