@@ -119,7 +119,7 @@ HELD_OUT = tuple(product([*LOSSES][8:], ("gamma", "persistent")))
 BIMODAL = ("bimodal10", "bimodal2")
 
 
-def healthy(family: tuple[str, str], *, seed: int, num_steps: int = NUM_STEPS) -> Curve:
+def healthy(family, *, seed, num_steps=NUM_STEPS):
     """Return a curve of one family (loss, gradient). Equal seeds give equal curves."""
     loss, grad = family
     rng = np.random.default_rng([seed, list(LOSSES).index(loss), list(GRADS).index(grad)])
@@ -130,13 +130,13 @@ def _times(curve, loss, grad_norm):
     return replace(curve, loss=curve.loss * loss, grad_norm=curve.grad_norm * grad_norm)
 
 
-def spike(curve: Curve, *, at: int, loss: float = 1.0, grad: float = 1.0) -> Curve:
+def spike(curve, *, at, loss=1.0, grad=1.0):
     """Multiply one step."""
     is_hit = np.arange(len(curve.loss)) == at
     return _times(curve, np.where(is_hit, loss, 1.0), np.where(is_hit, grad, 1.0))
 
 
-def decaying(curve: Curve, *, at: int) -> Curve:
+def decaying(curve, *, at):
     """A threefold rise at once that fades; the gradient rises with its third power, as for a
     spike.
     """
@@ -145,14 +145,14 @@ def decaying(curve: Curve, *, at: int) -> Curve:
     return _times(curve, rise, rise**3)
 
 
-def drift(curve: Curve, *, at: int, rate: float) -> Curve:
+def drift(curve, *, at, rate):
     """The loss grows by a constant share per step, up to twentyfold."""
     since = np.maximum(np.arange(len(curve.loss)) - at, 0)
     rise = np.exp(np.minimum(np.log1p(rate) * since, np.log(20)))
     return replace(curve, loss=curve.loss * rise)
 
 
-def level(curve: Curve, *, at: int) -> Curve:
+def level(curve, *, at):
     """The loss is 30% higher from one step on."""
     is_after = np.arange(len(curve.loss)) >= at
     return replace(curve, loss=curve.loss * np.where(is_after, 1.3, 1.0))

@@ -11,29 +11,27 @@ from safetensors.torch import load_file
 from trainer.checkpoint import export, fsio, layout, shards
 from trainer.checkpoint.base_weights import Adapter
 from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.fsio import FileRecord
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.state import ModelShards
 from trainer.model import adapters
-from trainer.model.pretrained import ModelSource, whole_checkpoint
-from trainer.runtime.distributed import World
+from trainer.model.pretrained import whole_checkpoint
 
 
-def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+def tensors_in(directory):
     """Return every tensor in the safetensors files of a directory."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def export_model(
-    world: World,
+    world,
     model,
-    target: Path,
-    source: ExportSource,
+    target,
+    source,
     *,
-    dtype: str,
-    lora: str = "adapter",
-) -> list[FileRecord]:
+    dtype,
+    lora="adapter",
+):
     """Write `target`, and this rank's shards next to it. Returns this rank's part of the export."""
     root = target.with_name(f"{target.name}-shards")
     root.mkdir(exist_ok=True)
@@ -54,7 +52,7 @@ def export_model(
     return records
 
 
-def export_changed(world: World, model, source: ModelSource, target: Path) -> None:
+def export_changed(world, model, source, target):
     """Change every tensor as an update would, and export the model with what else its checkpoint
     holds, in float32.
     """
@@ -66,7 +64,7 @@ def export_changed(world: World, model, source: ModelSource, target: Path) -> No
     export_model(world, model, target, ExportSource(files, None, (), whole), dtype="float32")
 
 
-def export_adapted(world: World, model, source: ModelSource, target: Path, dtype: str) -> None:
+def export_adapted(world, model, source, target, dtype):
     """Let the adapters of the model add something, and export them to `target`-adapter, and merged
     to `target`-merged.
     """

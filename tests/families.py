@@ -10,7 +10,6 @@ transformers' mapping, with the reason.
 
 import itertools
 from importlib.metadata import version
-from typing import Any
 
 from packaging.version import Version
 from toy import VOCAB
@@ -308,7 +307,7 @@ FAMILIES = {
 }
 
 
-def family_settings(name: str, **changes) -> dict[str, Any]:
+def family_settings(name, **changes):
     """Return the settings from which the configuration of a family or variant is made."""
     default = AutoConfig.for_model(name.split()[0])
     known = default.to_dict().keys() | default.attribute_map.keys()

@@ -5,7 +5,6 @@ exported.
 import random
 import signal
 from functools import partial
-from pathlib import Path
 
 import torch
 from families import VOCAB
@@ -28,14 +27,14 @@ TEMPLATE = (
 )
 
 
-def prepare(root: Path, name: str) -> None:
+def prepare(root, name):
     """Write the model with a tokenizer, and samples."""
     save_model(root / "model", name)
     save_tokenizer(root / "model")
     write_samples(root / "samples.jsonl")
 
 
-def save_tokenizer(path: Path) -> None:
+def save_tokenizer(path):
     """Save a tokenizer with as many words as the tiny models have embeddings."""
     words = [*SPECIAL, *(f"w{number}" for number in range(VOCAB - len(SPECIAL)))]
     backend = Tokenizer(
@@ -50,7 +49,7 @@ def save_tokenizer(path: Path) -> None:
     tokenizer.save_pretrained(path)
 
 
-def write_samples(path: Path) -> None:
+def write_samples(path):
     """24 conversations of 6 to 40 tokens."""
     drawn = random.Random(0)
 
@@ -63,7 +62,7 @@ def write_samples(path: Path) -> None:
     write_lines(path, rows)
 
 
-def words_of_run(root: Path, model: Path) -> tuple[str, ...]:
+def words_of_run(root, model):
     """`root` holds samples.jsonl and the cache of its tokens."""
     return (
         f"data.train_files={root}/samples.jsonl",
@@ -85,7 +84,7 @@ def words_of_run(root: Path, model: Path) -> tuple[str, ...]:
     )
 
 
-def interrupted_run(root: Path, model: Path, *more: str, num_ranks: int = NUM_RANKS) -> list[str]:
+def interrupted_run(root, model, *more, num_ranks=NUM_RANKS):
     """Return the differences between a run that was killed and restarted and an uninterrupted one.
     `root` belongs to the model.
     """
@@ -103,7 +102,7 @@ def interrupted_run(root: Path, model: Path, *more: str, num_ranks: int = NUM_RA
     return compared.differences[:5]
 
 
-def export_faults(checkpoint: Path) -> list[str]:
+def export_faults(checkpoint):
     """Return the faults that transformers finds in the export of a checkpoint: wrong keys, or
     tensors that differ from the shards.
     """

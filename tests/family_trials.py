@@ -4,10 +4,7 @@ and a killed run.
 
 import copy
 import logging
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from exports import export_model
@@ -33,7 +30,7 @@ DOCUMENTS = [index for index, length in enumerate(SAMPLES.lengths) if 5 <= lengt
 NUM_TOKENS = int(SAMPLES.num_loss_tokens[DOCUMENTS].sum())
 
 
-def family_config(name: str, **changes):
+def family_config(name, **changes):
     """The configuration of the tiny model of a family or variant."""
     config = AutoConfig.for_model(name.split()[0], **family_settings(name, **changes))
     for key in vars(config):
@@ -42,7 +39,7 @@ def family_config(name: str, **changes):
     return config
 
 
-def save_model(path: Path, name: str, **changes) -> None:
+def save_model(path, name, **changes):
     """A random model of the family or variant in which no parameter has the value that a
     missing one would get.
     """
@@ -60,7 +57,7 @@ def save_model(path: Path, name: str, **changes) -> None:
     model.save_pretrained(path)
 
 
-def plain_step(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
+def plain_step(path):
     """Return (mean loss, gradients) of transformers' eager model. It is reset for each document,
     because dynamic RoPE remembers lengths.
     """
@@ -108,7 +105,7 @@ def our_step(world, model, *, together):
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
+def heard():
     """Collect the messages that the trainer logs."""
     lines = []
     handler = logging.Handler()
@@ -124,7 +121,7 @@ def heard() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def first_step(world, path: Path, export_dir: Path) -> dict[str, Any]:
+def first_step(world, path, export_dir):
     """How the family is trained, and how far the first step of any dealing is from plain
     transformers'. Collective.
     """
@@ -159,7 +156,7 @@ def first_step(world, path: Path, export_dir: Path) -> dict[str, Any]:
     }
 
 
-def resumed(world, path: Path, root: Path, *, is_packed: bool) -> list[str]:
+def resumed(world, path, root, *, is_packed):
     """Return the differences after six steps between an uninterrupted run, `root`/straight, and a
     run that stopped after the fourth step and was rebuilt from its checkpoint. Collective.
     """

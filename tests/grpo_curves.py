@@ -1,9 +1,6 @@
 """Histories of a controller (requirement text S1)."""
 
-from pathlib import Path
-
 import numpy as np
-from numpy.typing import NDArray
 
 HISTORY_COLUMNS = (
     *("epoch", "loss", "reward_mean", "reward_std", "accuracy_mean", "accuracy_std"),
@@ -12,7 +9,7 @@ HISTORY_COLUMNS = (
 """The columns of `training_history.csv` and `validation_history.csv` (requirement text S1)."""
 
 
-def controller_histories(seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def controller_histories(seed):
     """(training, validation) of a run within S1's good bands: [epochs, columns], 30 to 60 epochs.
 
     The loss of GRPO changes its sign and swings less and less; rewards and accuracies rise with
@@ -45,7 +42,7 @@ def controller_histories(seed: int) -> tuple[NDArray[np.float64], NDArray[np.flo
     return table(1.0), table(0.7)
 
 
-def write_history(path: Path, table: NDArray[np.float64]) -> None:
+def write_history(path, table):
     """Write `HISTORY_COLUMNS`. The first column is a whole number."""
     header = ",".join(HISTORY_COLUMNS)
     formats = ["%d", *["%.4f"] * (table.shape[1] - 1)]

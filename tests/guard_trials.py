@@ -3,14 +3,14 @@ calibration.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import curves
 from curves import Curve, healthy
 
-from trainer.train.detection import Anomaly, Detector, Level
+from trainer.train.detection import Detector, Level
 
 FAULT_STEP = 1500
 WATCHED_STEPS = 300
@@ -32,9 +32,7 @@ FAULTS = {
 SINGLE_STEP = tuple(name for name in FAULTS if name.startswith(("spike", "gradient")))
 
 
-def watch(
-    curve: Curve, *, first: int = 0, end: int | None = None, detector: Detector | None = None
-) -> list[Anomaly]:
+def watch(curve, *, first=0, end=None, detector=None):
     """Return every event of the steps from `first` to before `end`."""
     detector = detector or Detector()
     steps = range(first, len(curve.loss) if end is None else end)
@@ -52,7 +50,7 @@ class Outcome:
     delays: Mapping[str, Mapping[Level, int]]
 
 
-def trial(family: Family, seed: int, faults: Mapping[str, Fault] = FAULTS) -> Outcome:
+def trial(family, seed, faults=FAULTS):
     """The steps before the fault are observed once. Every fault continues from the detector's saved
     state.
     """
@@ -71,19 +69,19 @@ def trial(family: Family, seed: int, faults: Mapping[str, Fault] = FAULTS) -> Ou
     return Outcome(Counter(event.level for event in events), len(curve.loss), delays)
 
 
-def per_10k(outcomes: Sequence[Outcome], level: Level) -> float:
+def per_10k(outcomes, level):
     """Return the number of false events per 10,000 healthy steps."""
     num_events = sum(outcome.healthy.get(level, 0) for outcome in outcomes)
     return 1e4 * num_events / sum(outcome.num_steps for outcome in outcomes)
 
 
-def recall(outcomes: Sequence[Outcome], fault: str, levels: Iterable[Level]) -> float:
+def recall(outcomes, fault, levels):
     """Return the share of curves in which the fault raised any of the levels."""
     levels = set(levels)
     return sum(not levels.isdisjoint(outcome.delays[fault]) for outcome in outcomes) / len(outcomes)
 
 
-def precision(outcomes: Sequence[Outcome], fault: str) -> float:
+def precision(outcomes, fault):
     """Return the precision of SEVERE if one step in 10,000 has this fault."""
     found = recall(outcomes, fault, [Level.SEVERE])
     return found / (found + per_10k(outcomes, Level.SEVERE)) if found else 0.0

@@ -5,19 +5,18 @@ Shape suffixes: N query heads, M key heads, T packed tokens, K head size, D docu
 """
 
 import torch
-from torch import Tensor
 
 
 def insist(
-    query_TNK: Tensor,
-    key_TMK: Tensor,
-    value_TMK: Tensor,
-    cu_seq_q_D1: Tensor,
-    cu_seq_k_D1: Tensor,
+    query_TNK,
+    key_TMK,
+    value_TMK,
+    cu_seq_q_D1,
+    cu_seq_k_D1,
     *,
-    window: tuple[int, int],
-    enable_gqa: bool,
-) -> None:
+    window,
+    enable_gqa,
+):
     query = query_TNK
     key = key_TMK
     value = value_TMK

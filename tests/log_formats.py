@@ -37,7 +37,7 @@ STEP_S = 3
 """Seconds per step, for formats that log the time since the start."""
 
 
-def make_curves(*, num_steps: int = 200) -> dict[str, Series]:
+def make_curves(*, num_steps=200):
     """Make a usual run with validations every 50 steps; values are exact in 32 bits."""
     generator = np.random.default_rng(0)
     steps = np.arange(1, num_steps + 1)

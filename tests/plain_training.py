@@ -8,10 +8,9 @@ global batch.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +78,7 @@ AS_DEFINED = {
 """The constants of a definition as keys of `optim`."""
 
 
-def train(definition: Definition) -> Outcome:
+def train(definition):
     """Run all steps of the definition."""
     torch.manual_seed(0)
     model = load(definition.model, definition.adapter)
@@ -111,7 +110,7 @@ def train(definition: Definition) -> Outcome:
     return outcome
 
 
-def load(path: Path, adapter: Path | None = None):
+def load(path, adapter=None):
     """Return transformers' model in float64, with an adapter that peft trains."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **eager)
@@ -120,7 +119,7 @@ def load(path: Path, adapter: Path | None = None):
     return model.double()
 
 
-def ends(model) -> set[nn.Parameter]:
+def ends(model):
     """The weights of embeddings and output head; one where they are tied."""
     return {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
 
@@ -129,7 +128,7 @@ def copied(named):
     return {name.removeprefix("base_model.model."): p.detach().clone() for name, p in named.items()}
 
 
-def lr_at(step: int, total_steps: int, definition: Definition) -> float:
+def lr_at(step, total_steps, definition):
     progress = (step - 1) / total_steps
     share = {
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
@@ -192,11 +191,11 @@ def measured(model, documents, definition, fractions_E):
     return row, objective, fractions_E
 
 
-def supervised(documents: Iterable[Document]) -> int:
+def supervised(documents):
     return sum(sum(document.mask[1:]) for document in documents)
 
 
-def summary(found: list[tuple[Document, Any, Any, Any]], kind: str) -> dict[str, float]:
+def summary(found, kind):
     """Return cross-entropy and hits over all tokens, and for each source that has tokens, if there
     are several.
     """
@@ -253,14 +252,14 @@ def is_decayed(name, parameter):
     return parameter.ndim >= 2 and not leaf.endswith("bias") and "norm" not in owner
 
 
-def muon_update(gradient: Tensor, momentum: Tensor) -> Tensor:
+def muon_update(gradient, momentum):
     """Add a matrix's gradient to its momentum, and return Muon's update without the rate."""
     momentum.lerp_(gradient, 0.05)
     ahead = torch.lerp(gradient, momentum, 0.95)
     return orthogonal(ahead) * (0.2 * max(ahead.shape[-2:]) ** 0.5)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonal(matrix):
     """Apply five of Jordan's quintic iterations to the singular values, which is equivalent to
     applying them to the matrix.
     """

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from repository import REPOSITORY
@@ -19,9 +18,7 @@ class TookTooLongError(BaseException):
     """
 
 
-def run_python(
-    *words: str, timeout_s: float = 120.0, **options
-) -> subprocess.CompletedProcess[str]:
+def run_python(*words, timeout_s=120.0, **options):
     """Run `python *words` on this checkout, and keep the output."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     settings = {"env": environment, "timeout": timeout_s, **options}
@@ -29,7 +26,7 @@ def run_python(
 
 
 @contextmanager
-def time_limit(what: str, limit_s: float) -> Iterator[None]:
+def time_limit(what, limit_s):
     """Raise `TookTooLongError` in code that takes longer than `limit_s`."""
 
     def give_up(number, frame):
@@ -44,14 +41,14 @@ def time_limit(what: str, limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> bool:
+def wait_until(condition, *, timeout_s=30.0):
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
 
 
-def free_port() -> int:
+def free_port():
     """A port of this machine on which nobody listens, below those of outgoing connections."""
     while True:
         port = secrets.choice(range(10000, 32768))

@@ -2,8 +2,6 @@
 computed by plain arithmetic.
 """
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -33,7 +31,7 @@ def spread(scales, block, like):
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
 
 
-def plain(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def plain(codes, scales, block):
     return (codes.float() * spread(scales.float(), block, codes)).bfloat16()
 
 
@@ -42,7 +40,7 @@ def is_linear(name, tensor):
     return tensor.ndim == 2 and not any(other in name for other in others)
 
 
-def quantize_float8(path: Path, form: str, *, size: int = BLOCK) -> Files:
+def quantize_float8(path, form, *, size=BLOCK):
     """Rewrite the weights of a saved model in float8, in one of several forms. Returns its tensors
     in bfloat16.
     """
@@ -80,7 +78,7 @@ def quantize_float8(path: Path, form: str, *, size: int = BLOCK) -> Files:
     return expected
 
 
-def quantize_mxfp4(path: Path) -> Files:
+def quantize_mxfp4(path):
     """Rewrite the experts of a saved gpt-oss as it is released, with random codes. Returns its
     tensors in bfloat16.
     """
@@ -103,7 +101,7 @@ def quantize_mxfp4(path: Path) -> Files:
     return expected
 
 
-def save_model(path: Path, model_type: str, **changes) -> None:
+def save_model(path, model_type, **changes):
     """Save a model in bfloat16, with one tensor that its class does not have."""
     write_model_config(path, model_type, tie_word_embeddings=False, **changes)
     write_weights(path, torch.bfloat16)
@@ -111,7 +109,7 @@ def save_model(path: Path, model_type: str, **changes) -> None:
     change_tensors(path / "model.safetensors", lambda tensors: tensors.update(predicting))
 
 
-def write(path: Path, form: str) -> Files:
+def write(path, form):
     if form == "mxfp4":
         sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
         save_model(path, "gpt_oss", **sizes)

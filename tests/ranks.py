@@ -8,20 +8,14 @@ import pickle
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 from processes import free_port
 from rank_server import CONTEXT
 
 
 @contextmanager
-def started_ranks(
-    function: Callable[..., Any], world_size: int, *args, **kwargs
-) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+def started_ranks(function, world_size, *args, **kwargs):
     """Run `function(world, *args, **kwargs)` on every rank. Yields (process, receiver of its
     result) for each rank.
 
@@ -48,12 +42,12 @@ def started_ranks(
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
+    function,
+    world_size,
     *args,
-    timeout_s: float = 120.0,
+    timeout_s=120.0,
     **kwargs,
-) -> list[Any]:
+):
     """Return the results of `started_ranks` in rank order. Fails with the first traceback."""
     with started_ranks(function, world_size, *args, **kwargs) as ranks:
         results = [_receive(receiver, rank, timeout_s) for rank, (_, receiver) in enumerate(ranks)]
@@ -62,9 +56,7 @@ def run_ranks(
     return results
 
 
-def each(
-    world, function: Callable[..., Any], source, variants: dict[Any, dict[str, Any]]
-) -> dict[Any, Any]:
+def each(world, function, source, variants):
     """Return {variant: result of `function(world, source, **variant)`}, for `run_ranks` if ranks
     need not restart.
     """

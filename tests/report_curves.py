@@ -4,7 +4,6 @@ burst by burst.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from grpo_curves import HISTORY_COLUMNS, controller_histories
@@ -88,7 +87,7 @@ SWIFT_CONFIG = {
 }
 
 
-def swift_run(seed: int, *, has_bursts: bool = True) -> RunLog:
+def swift_run(seed, *, has_bursts=True):
     """6000 GRPO steps, with a point every 5 steps and 31 metrics, as 002 describes them."""
     rng = np.random.default_rng(seed)
     steps = np.arange(5, 6001, 5)
@@ -143,7 +142,7 @@ OUR_CONFIG = {
 }
 
 
-def sft_run(seed: int) -> RunLog:
+def sft_run(seed):
     """A healthy fine-tuning run of 2000 steps with every metric that a rule reads."""
     rng = np.random.default_rng(seed)
     steps = np.arange(1, 2001)
@@ -186,11 +185,11 @@ def sft_run(seed: int) -> RunLog:
     )
 
 
-def checkpoints(steps: Any) -> tuple[CheckpointState, ...]:
+def checkpoints(steps):
     return tuple(CheckpointState(s, Path(f"run/global_step_{s}"), 42 << 30) for s in steps)
 
 
-def grpo_run(seed: int) -> RunLog:
+def grpo_run(seed):
     """A healthy GRPO run: the run of 002 without its bursts, clipped, with advantages and entropy."""
     rng = np.random.default_rng(seed)
     log = swift_run(seed, has_bursts=False)
@@ -210,7 +209,7 @@ def grpo_run(seed: int) -> RunLog:
     return replace(log, series=series, config={**SWIFT_CONFIG, "max_grad_norm": 1e6})
 
 
-def controller_run(seed: int, *, num_epochs: int = 30) -> RunLog:
+def controller_run(seed, *, num_epochs=30):
     """The CSV of guide 001: a run as its bands describe it (S1.28)."""
     table = controller_histories(seed)[0][:num_epochs]
     columns = dict(zip(HISTORY_COLUMNS, table.T, strict=True))
@@ -221,7 +220,7 @@ def controller_run(seed: int, *, num_epochs: int = 30) -> RunLog:
     return RunLog(Path("checkpoints/joint_controller"), "csv", series, num_epochs, config=config)
 
 
-def overfitting_example(*, kept: tuple[int, ...] = (500, 1000, 1500, 2000)) -> RunLog:
+def overfitting_example(*, kept=(500, 1000, 1500, 2000)):
     """The four points of S3.43."""
     steps = np.array([500, 1000, 1500, 2000])
     series = {
@@ -231,7 +230,7 @@ def overfitting_example(*, kept: tuple[int, ...] = (500, 1000, 1500, 2000)) -> R
     return RunLog(Path("checkpoints/phase1"), "verl", series, 4, checkpoints=checkpoints(kept))
 
 
-def changed(log: RunLog, **columns: Any) -> RunLog:
+def changed(log, **columns):
     """Return the log with a metric replaced or added, with values at the steps of its loss. `__` in
     a name stands for `/`.
     """

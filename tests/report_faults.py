@@ -3,15 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from report_curves import changed, controller_run, grpo_run, sft_run
 
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
-from trainer.tools.report.result import CheckItem, Finding, Report
 from trainer.tools.report.run_log import CheckpointState, LogEvent, RunLog, Series, ServingCheck
 
 SEED = 11
@@ -19,40 +16,40 @@ RNG = np.random.default_rng(SEED)
 Change = Callable[[RunLog], RunLog]
 
 
-def told(report: Report) -> dict[str, Finding]:
+def told(report):
     """Id -> finding, the worst first."""
     return {finding.id: finding for finding in report.findings}
 
 
-def of_rule(report: Report, rule: str) -> Finding:
+def of_rule(report, rule):
     """The worst finding of a rule."""
     return next(finding for finding in report.findings if finding.rule == rule)
 
 
-def line(report: Report, id_: str) -> CheckItem:
+def line(report, id_):
     """A line of the checklists."""
     return next(item for item in report.checklist if item.id == id_)
 
 
-def judged(path: Path) -> Report:
+def judged(path):
     """The report on a log or a run directory."""
     return analyse(read_run(path))
 
 
-def serious(report: Report) -> dict[str, Finding]:
+def serious(report):
     """Return the findings that need attention."""
     return {id_: one for id_, one in told(report).items() if one.level in ("warn", "fail")}
 
 
-def healthy(kind: str) -> RunLog:
+def healthy(kind):
     return {"sft": sft_run, "grpo": grpo_run, "controller": controller_run}[kind](SEED)
 
 
-def column(log: RunLog, key: str) -> NDArray[np.float64]:
+def column(log, key):
     return log.series[key].values.copy()
 
 
-def put(key: str, where: slice | int | list[int], values: Any) -> Change:
+def put(key, where, values):
     """Replace some points of a metric."""
 
     def change(log):
@@ -63,22 +60,22 @@ def put(key: str, where: slice | int | list[int], values: Any) -> Change:
     return change
 
 
-def fill(key: str, values: Any) -> Change:
+def fill(key, values):
     """Replace all points of a metric."""
     return put(key, slice(None), values)
 
 
-def times(key: str, factors: Any) -> Change:
+def times(key, factors):
     """Multiply a metric."""
     return lambda log: changed(log, **{key: column(log, key) * factors})
 
 
-def but(**fields: Any) -> Change:
+def but(**fields):
     """Put different facts around a log."""
     return lambda log: replace(log, **fields)
 
 
-def both(*changes: Change) -> Change:
+def both(*changes):
     def change(log):
         for one in changes:
             log = one(log)
@@ -87,7 +84,7 @@ def both(*changes: Change) -> Change:
     return change
 
 
-def validated(losses: Any) -> Change:
+def validated(losses):
     """Replace the validation losses."""
 
     def change(log):
@@ -97,7 +94,7 @@ def validated(losses: Any) -> Change:
     return change
 
 
-def sft(change: Change) -> RunLog:
+def sft(change):
     """A healthy fine-tuning run with a change."""
     return change(healthy("sft"))
 

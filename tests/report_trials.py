@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from report_families import FAMILIES, Curves, Family
+from report_families import FAMILIES, Curves
 
 from trainer.tools.report.analyse import analyse
 from trainer.tools.report.readers import read_run
@@ -270,7 +270,7 @@ rates were measured.
 """
 
 
-def faults_of(family: Family) -> tuple[Fault, ...]:
+def faults_of(family):
     return tuple(
         fault
         for fault in FAULTS
@@ -278,7 +278,7 @@ def faults_of(family: Family) -> tuple[Fault, ...]:
     )
 
 
-def trial(family: Family, fault: Fault | None, seed: int) -> Outcome:
+def trial(family, fault, seed):
     """Inject the fault into a healthy log, write, read and judge it. Equal seeds give equal logs."""
     place = FAMILIES.index(family)
     number = place + (place >= UNUSED_NUMBER)

@@ -1,13 +1,11 @@
 """Results of long commands as JSON files for the repository: floats have four digits."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 DIGITS = 4
 
 
-def write_result(path: Path, result: Any) -> None:
+def write_result(path, result):
     path.write_text(json.dumps(_rounded(result), indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 

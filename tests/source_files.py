@@ -2,8 +2,6 @@
 template.
 """
 
-from pathlib import Path
-
 import pytest
 from small_files import write_lines
 
@@ -15,7 +13,7 @@ NUM_CHATS = 12
 NUM_ANSWERS = 8
 
 
-def write_sources(directory: Path) -> None:
+def write_sources(directory):
     chats = [[("user", f"Add {n} to x."), ("assistant", f"x + {n}")] for n in range(NUM_CHATS)]
     for n, chat in enumerate(chats):
         chat += [("user", "And y?"), ("assistant", f"x + {n} + y")] if n % 3 != 2 else []
@@ -36,16 +34,16 @@ def files(tmp_path):
     return tmp_path
 
 
-def chats(directory: Path, more: str = "") -> str:
+def chats(directory, more=""):
     """An entry of a list of sources; `more` keys begin with a comma."""
     return f"{{files:{directory}/chats.jsonl{more}}}"
 
 
-def answers(directory: Path, more: str = "") -> str:
+def answers(directory, more=""):
     return f"{{files:{directory}/answers.jsonl,prompt_key:q,response_key:a,chat_template:{directory}/says.jinja{more}}}"
 
 
-def words(directory: Path, *entries: str, key: str = "train_files") -> list[str]:
+def words(directory, *entries, key="train_files"):
     return [
         f"data.{key}=[{','.join(entries)}]",
         f"data.cache_dir={directory}/cache",

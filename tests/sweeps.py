@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Iterable
 from typing import TypeVar
 
 SEED = 1
@@ -11,11 +10,11 @@ FULL = "SFT_FULL_SWEEPS"
 Value = TypeVar("Value")
 
 
-def is_full() -> bool:
+def is_full():
     return FULL in os.environ
 
 
-def some(points: Iterable[Value], number: int) -> list[Value]:
+def some(points, number):
     """Return `number` of the points in their order, drawn by `SEED`, or all of them with `--full`."""
     points = list(points)
     if is_full() or number >= len(points):
@@ -25,5 +24,5 @@ def some(points: Iterable[Value], number: int) -> list[Value]:
     ]
 
 
-def short_or_full(short: Value, full: Value) -> Value:
+def short_or_full(short, full):
     return full if is_full() else short

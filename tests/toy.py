@@ -1,7 +1,5 @@
 """Small models, samples and training runs for tests, built from the project's own parts."""
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -17,11 +15,10 @@ from trainer.data.loader import TrainLoader, ValidationBatches
 from trainer.model import assemble, flops
 from trainer.model.pretrained import ModelSource
 from trainer.optim import OPTIMIZERS
-from trainer.optim.clip import Optimizer, clipped_step
+from trainer.optim.clip import clipped_step
 from trainer.optim.schedule import LrSchedule
-from trainer.runtime.distributed import World
 from trainer.runtime.heartbeat import Heartbeat
-from trainer.runtime.progress import LoopState, Position
+from trainer.runtime.progress import LoopState
 from trainer.runtime.signals import StopRequest
 from trainer.train.fit import fit
 from trainer.train.guard import Guard
@@ -94,7 +91,7 @@ class ToySamples(OneSource):
         return self._samples[index]
 
 
-def write_model_config(path: Path, model_type: str = "qwen2", **changes) -> ModelSource:
+def write_model_config(path, model_type="qwen2", **changes):
     """A directory with only a config.json: 2 layers, hidden 64."""
     settings = {
         "hidden_size": 64,
@@ -116,7 +113,7 @@ def write_model_config(path: Path, model_type: str = "qwen2", **changes) -> Mode
     return ModelSource(str(path), random_weights=True)
 
 
-def write_weights(path: Path, dtype: torch.dtype = torch.float32, **how):
+def write_weights(path, dtype=torch.float32, **how):
     """Save random weights for the config.json of a directory; return the model. `how` is for
     `save_pretrained`.
     """
@@ -126,7 +123,7 @@ def write_weights(path: Path, dtype: torch.dtype = torch.float32, **how):
     return model
 
 
-def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def change_tensors(file, change):
     """Let `change` alter the tensors of a file."""
     tensors = load_file(file)
     change(tensors)
@@ -138,39 +135,39 @@ def _taken(cls, changes):
     return {name: changes.pop(name) for name in cls.__dataclass_fields__ if name in changes}
 
 
-def model_config(**changes) -> ModelConfig:
+def model_config(**changes):
     fsdp = FsdpConfig(**({"param_dtype": "float32"} | _taken(FsdpConfig, changes)))
     return ModelConfig(
         **({"partial_pretrain": "toy", "random_weights": True, "fsdp_config": fsdp} | changes)
     )
 
 
-def optim_config(**changes) -> OptimConfig:
+def optim_config(**changes):
     return OptimConfig(**({"lr": 3e-3, "lr_warmup_steps_ratio": 0.2} | changes))
 
 
-def build_toy_model(world: World, source: ModelSource, *, is_packed: bool = True, **changes):
+def build_toy_model(world, source, *, is_packed=True, **changes):
     config = model_config(**changes)
     model = assemble.on_meta(config, source, is_packed=is_packed)
     assemble.prepare(model, config, source, world=world, seed=7)
     return model
 
 
-def build(world: World, source: ModelSource, *, max_length: int = 64, seed: int = 1, **changes):
+def build(world, source, *, max_length=64, seed=1, **changes):
     """The model that a run with these settings of `model` would train, checked."""
     design = assemble.design_model(model_config(**changes), source, max_length=max_length)
     return assemble.build_model(design, world=world, seed=seed)
 
 
 def update(
-    optimizer: Optimizer,
-    norm: torch.Tensor,
+    optimizer,
+    norm,
     *,
-    lr: float,
-    max_norm: float = 1e9,
-    is_skipped: bool = False,
-    key: int = 0,
-) -> None:
+    lr,
+    max_norm=1e9,
+    is_skipped=False,
+    key=0,
+):
     """One clipped step of every group at the rate `lr`."""
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -210,25 +207,25 @@ def no_checkpoints():
     return Mock(**{f"{name}.return_value": answer for name, answer in answers.items()})
 
 
-def guard_config(**changes) -> TrainerConfig:
+def guard_config(**changes):
     """The defaults; `changes` are keys of both groups."""
     guard = GuardConfig(**_taken(GuardConfig, changes))
     return TrainerConfig(**changes, guard=guard)
 
 
 def toy_run(
-    world: World,
+    world,
     model,
-    samples: ToySamples,
+    samples,
     *,
-    total_steps: int,
-    batch_size: int = 8,
-    max_tokens: int | None = None,
-    max_samples: int | None = None,
-    start: Position = START,
-    skipped_steps: frozenset[int] = frozenset(),
+    total_steps,
+    batch_size=8,
+    max_tokens=None,
+    max_samples=None,
+    start=START,
+    skipped_steps=frozenset(),
     **changes,
-) -> Run:
+):
     optim = optim_config(**changes.pop("optim", {}))
     limits = Limits(max_tokens, max_samples if model.is_packed else 1)
     plan = RankPlan(
@@ -272,7 +269,7 @@ def toy_run(
     return run
 
 
-def short_run(world: World, source: ModelSource, *, total_steps: int, **changes) -> Run:
+def short_run(world, source, *, total_steps, **changes):
     """A run that has trained and validated; `changes` are those of `toy_run` and of the model."""
     of_run = ("max_samples", "max_tokens", "optim")
     own = {name: changes.pop(name) for name in of_run if name in changes}
@@ -285,18 +282,18 @@ def short_run(world: World, source: ModelSource, *, total_steps: int, **changes)
     return run
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor):
     """A copy of the tensor, put together from all ranks. Collective."""
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.detach().clone()
 
 
-def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def full_parameters(model):
     """{name: whole tensor}, collective."""
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+def differing(ours, theirs):
     """Return the names of tensors that differ in a bit or that one side lacks."""
     both = ours.keys() & theirs.keys()
     unequal = {
@@ -307,7 +304,7 @@ def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     return sorted(unequal | (ours.keys() ^ theirs.keys()))
 
 
-def plain_loss(model, samples: ToySamples, indices: Iterable[int]) -> torch.Tensor:
+def plain_loss(model, samples, indices):
     """Summed cross-entropy of documents, one for each forward pass of transformers: float64."""
     total = torch.zeros((), dtype=torch.float64)
     for index in indices:
@@ -318,7 +315,7 @@ def plain_loss(model, samples: ToySamples, indices: Iterable[int]) -> torch.Tens
     return total
 
 
-def relative(ours: list[float], theirs: list[float]) -> float:
+def relative(ours, theirs):
     """The largest relative difference."""
     assert len(ours) == len(theirs) > 0
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))

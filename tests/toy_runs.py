@@ -27,20 +27,17 @@ from toy import (
 
 from trainer.checkpoint import finished, layout
 from trainer.checkpoint.export import ExportSource
-from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.start import Start, choose, decide_start
+from trainer.checkpoint.start import choose, decide_start
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.model.pretrained import whole_checkpoint
 from trainer.optim.clip import local_square_sum
-from trainer.runtime.distributed import World
 from trainer.runtime.progress import History
 from trainer.runtime.signals import StopRequest
 from trainer.train import step
 from trainer.train.fit import fit
-from trainer.train.run import Run
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 BATCH_SIZE = 8
@@ -92,7 +89,7 @@ class StopsAfter(StopRequest):
         return self._num_left <= 0
 
 
-def odd_model(directory: Path):
+def odd_model(directory):
     """A model with rows that no number of ranks divides, a vector shorter than the largest number
     of ranks, and a tied head.
     """
@@ -104,7 +101,7 @@ def source(root):
     return odd_model(root / "model")
 
 
-def trainer_config(run_dir: Path, recipe: Recipe) -> TrainerConfig:
+def trainer_config(run_dir, recipe):
     return TrainerConfig(
         project_name="toy",
         experiment_name="toy",
@@ -134,15 +131,15 @@ def tell(kind, step, message, level):
 
 
 def checkpoint_manager(
-    world: World,
-    run_dir: Path,
+    world,
+    run_dir,
     source,
-    parts: Run,
-    recipe: Recipe,
+    parts,
+    recipe,
     *,
-    lock: RunLock | None = None,
+    lock=None,
     **settings,
-) -> CheckpointManager:
+):
     whole = None if source.random_weights else whole_checkpoint(source)
     saver = Saver(
         run_dir,
@@ -158,14 +155,14 @@ def checkpoint_manager(
     return CheckpointManager(saver, state=parts.stateful_parts(), tell=tell, **settings)
 
 
-def save_now(manager: CheckpointManager, parts: Run, *, is_required: bool = True) -> None:
+def save_now(manager, parts, *, is_required=True):
     """Save as the training loop does."""
     manager.save(
         parts.batches.position, loss=1.0, grad_norm=1.0, history=History(), is_required=is_required
     )
 
 
-def fingerprints(recipe: Recipe) -> dict[str, str]:
+def fingerprints(recipe):
     return {
         "data": f"toy {recipe.seed}",
         "train_batch_size": str(recipe.batch_size),
@@ -173,23 +170,21 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def begin(
-    config: TrainerConfig, fingerprints: dict[str, str], world: World, *, total_steps: int
-) -> Start:
+def begin(config, fingerprints, world, *, total_steps):
     """Decide where a run begins, as `trainer.train.start.main` does."""
     selection = choose(config, world)
     return decide_start(config, fingerprints, world, selection=selection, total_steps=total_steps)
 
 
 def run(
-    world: World,
-    run_dir: Path,
+    world,
+    run_dir,
     source,
-    recipe: Recipe,
+    recipe,
     *,
-    stop: StopRequest | None = None,
+    stop=None,
     **changes,
-) -> Result:
+):
     """Train from the current state of `run_dir` to the end of the recipe."""
     samples = changes.pop("samples", None) or ToySamples(seed=recipe.seed)
     config = trainer_config(run_dir, recipe)
@@ -241,7 +236,7 @@ def run(
     )
 
 
-def begun(run_dir: Path, target: Path, step: int) -> Path:
+def begun(run_dir, target, step):
     """Copy the checkpoints as they were after this step to `target`, without later ones."""
     for info in layout.checkpoints(run_dir):
         if info.step <= step:
@@ -250,7 +245,7 @@ def begun(run_dir: Path, target: Path, step: int) -> Path:
     return target
 
 
-def moments_of(parts: Run) -> dict[str, torch.Tensor]:
+def moments_of(parts):
     """{name.key: whole tensor}, collective."""
     return {
         f"{name}.{key}": whole(value)
@@ -285,7 +280,7 @@ class Tracer(Recorder):
         return digest.hexdigest()[:16]
 
 
-def read_trace(run_dir: Path) -> list[dict[str, Any]]:
+def read_trace(run_dir):
     """Return complete lines only, because a kill may tear the last one."""
     path = run_dir / TRACE
     lines = path.read_text().split("\n")[:-1] if path.exists() else []

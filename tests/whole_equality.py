@@ -1,14 +1,12 @@
 """Compares two finished runs: steps, validations, checkpoints, and all other user-visible results."""
 
 import csv
-from pathlib import Path
 
 from trainer.checkpoint import finished, fsio, layout
 from trainer.checkpoint.layout import READING_PREFIX
 from trainer.checkpoint.lock import is_given_back
 from trainer.tools import mirror
 from trainer.tools.verify import equality
-from trainer.tools.verify.equality import Comparison
 from trainer.tracking import events_file, histories
 
 TIMED = "seconds"
@@ -17,7 +15,7 @@ OUTSIDE = (mirror.STATE, READING_PREFIX)
 """Prefixes of the names of files that are written after the end."""
 
 
-def compare_runs(left: Path, right: Path, *, steps: int) -> Comparison:
+def compare_runs(left, right, *, steps):
     found = equality.compare_runs(left, right, steps=steps)
     for name in histories.FILE_NAMES.values():
         found.add(name, _history(left / name), _history(right / name))
@@ -40,7 +38,7 @@ def _others(run_dir):
     return ", ".join(sorted(name for name in names if not name.startswith(OUTSIDE)))
 
 
-def logged_exit_code(run_dir: Path) -> int | None:
+def logged_exit_code(run_dir):
     """Return the exit code of the last attempt in its events; None if the attempt has no end."""
     events = events_file.read_events(run_dir / events_file.FILE_NAME)
     return next(

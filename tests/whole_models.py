@@ -2,8 +2,6 @@
 values.
 """
 
-from pathlib import Path
-
 import torch
 from families import family_settings
 from safetensors.torch import load_file, save_file
@@ -59,9 +57,7 @@ EXTRA = "mtp.fc.weight"
 """These tensors belong to no class of transformers: checkpoints hold them for other programs."""
 
 
-def write_whole_model(
-    path: Path, model_type: str, *, has_extra: bool = True, **changes
-) -> ModelSource:
+def write_whole_model(path, model_type, *, has_extra=True, **changes):
     """The text part is in float32, and half of the untrained tensors are in bfloat16, as in mixed
     checkpoints.
     """

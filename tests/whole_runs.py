@@ -8,12 +8,10 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from processes import free_port
 from rank_server import CONTEXT
@@ -29,7 +27,7 @@ AGENT_PATIENCE_S = 30.0
 POLL_S = 0.002
 
 
-def tiny_model(root: Path) -> tuple[str, ...]:
+def tiny_model(root):
     """Return overrides for a run on the quickstart's samples with a model of one small layer.
     `root` holds the model and the cache.
     """
@@ -48,7 +46,7 @@ def tiny_model(root: Path) -> tuple[str, ...]:
     )
 
 
-def shrink(model: Path, **sizes) -> None:
+def shrink(model, **sizes):
     """Let a directory with the quickstart's config.json describe one small layer."""
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     change_json(model / "config.json", **small, head_dim=16, **sizes)
@@ -122,9 +120,7 @@ class Attempt:
 
 
 @contextmanager
-def started(
-    num_ranks: int, *words: str, log: Path, before: Callable[[], None] | None = None
-) -> Iterator[Attempt]:
+def started(num_ranks, *words, log, before=None):
     """Start a run that ends with the block. `before` is called first in every rank."""
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
@@ -163,25 +159,25 @@ def _rank(rank, num_ranks, port, status, words, log, before):
 
 
 def run(
-    num_ranks: int,
-    *words: str,
-    log: Path,
-    before: Callable[[], None] | None = None,
-    timeout_s: float = 180.0,
-) -> tuple[int | None, str]:
+    num_ranks,
+    *words,
+    log,
+    before=None,
+    timeout_s=180.0,
+):
     """Return (exit code, output) of one start."""
     with started(num_ranks, *words, log=log, before=before) as attempt:
         return attempt.wait(timeout_s), attempt.output
 
 
 def train(
-    run_dir: Path,
-    num_ranks: int,
-    *words: str,
-    code: int | None = 0,
-    before: Callable[[], None] | None = None,
-    timeout_s: float = 180.0,
-) -> str:
+    run_dir,
+    num_ranks,
+    *words,
+    code=0,
+    before=None,
+    timeout_s=180.0,
+):
     """Start a run in `run_dir` and return its output. It must end with `code`; None means that it
     is killed.
     """
@@ -192,18 +188,18 @@ def train(
     return output
 
 
-def curve(run_dir: Path, key: str = "train/loss") -> dict[int, float]:
+def curve(run_dir, key="train/loss"):
     """Return {step: value} from the newest attempt of each step; empty before the first step."""
     path = run_dir / "metrics.jsonl"
     rows = read_metrics(path) if path.exists() else []
     return {int(row["step"]): row[key] for row in rows if key in row}
 
 
-def saved_steps(run_dir: Path) -> list[int]:
+def saved_steps(run_dir):
     return [info.step for info in layout.checkpoints(run_dir)]
 
 
-def before_steps(act: Callable[[Any, int], None]) -> None:
+def before_steps(act):
     """In this process, call `act(run, step)` before each step, counted from 1."""
     from trainer.train import fit
 
@@ -216,7 +212,7 @@ def before_steps(act: Callable[[Any, int], None]) -> None:
     fit.training_step = training_step
 
 
-def stop_in_step(step: int, number: int = signal.SIGTERM) -> None:
+def stop_in_step(step, number=signal.SIGTERM):
     """In this process, send the signal within the step. Before a SIGKILL, the saves of earlier
     steps are completed.
     """

@@ -10,13 +10,13 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def all_lines() -> dict[str, list[str]]:
+def all_lines():
     """{id of a line: its parts, such as C and R}"""
     text = (TESTS / "acceptance/lines.txt").read_text(encoding="utf-8")
     return {name: marks.split("+") for name, marks in re.findall(r"^(S[\d.]+) +(\S+)", text, re.M)}
 
 
-def all_covers() -> set[str]:
+def all_covers():
     """Return the statements that the marks of all test files name: `S2.21`, `S2.25:C`."""
     text = "".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
     marks = re.findall(r"mark\.covers\(([^)]*)\)", text)

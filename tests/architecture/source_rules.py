@@ -3,7 +3,6 @@ problem`).
 """
 
 import ast
-from collections.abc import Iterable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
@@ -31,13 +30,13 @@ Sources = dict[str, str]
 """Dotted module name -> source text."""
 
 
-def floor_of(module: str) -> int:
+def floor_of(module):
     """Raise `KeyError` for a package that has no level yet. docs/architecture.md names the levels."""
     _, _, inner = module.partition(".")
     return FLOORS[inner.split(".")[0] or "trainer"]
 
 
-def module_name(relative_path: str) -> str:
+def module_name(relative_path):
     """Return the module name of a file: `trainer/data/rows.py` -> `trainer.data.rows`. The
     `__init__.py` of a package is the package.
     """
@@ -45,11 +44,11 @@ def module_name(relative_path: str) -> str:
 
 
 @cache
-def tree_of(source: str) -> ast.Module:
+def tree_of(source):
     return ast.parse(source)
 
 
-def imports_of(module: str, source: str, known: Iterable[str]) -> list[tuple[str, int]]:
+def imports_of(module, source, known):
     """Yield (target, line) of every import in a file, even inside functions.
 
     `from package import name` means `package.name` if that is one of the `known` modules. Implied
@@ -72,7 +71,7 @@ def _targets(node, module, known):
     return []
 
 
-def wrong_imports(sources: Sources) -> list[str]:
+def wrong_imports(sources):
     """Return imports of a package on a higher level, imports of a tool from outside `cli/`, and
     imports of a tool that its list does not contain.
     """
@@ -100,7 +99,7 @@ def _tool_of(module):
     return inner.split(".")[0] or None
 
 
-def import_cycle(sources: Sources) -> list[str]:
+def import_cycle(sources):
     """Return a cycle between files; empty if there is none."""
     graph = {
         module: {target for target, _ in imports_of(module, source, sources)} & sources.keys()
@@ -113,7 +112,7 @@ def import_cycle(sources: Sources) -> list[str]:
     return []
 
 
-def device_waits(source: str) -> list[tuple[str, int]]:
+def device_waits(source):
     """Yield (qualified function, line) of every call that makes the host wait for the device."""
     return [
         (owner, node.lineno)
@@ -147,7 +146,7 @@ def _with_owner(tree, owner="<module>"):
         yield from _with_owner(child, inner)
 
 
-def unsafe_loads(name: str, source: str) -> list[str]:
+def unsafe_loads(name, source):
     """Yield calls that would run code from a file: pickles, and code that comes with a model."""
     found = []
     for node in ast.walk(tree_of(source)):
@@ -174,7 +173,7 @@ def _unsafe(node):
     return None
 
 
-def attributes_read(source: str) -> set[str]:
+def attributes_read(source):
     """Yield `owner.name` for every attribute that is read, with the last part of the owner.
 
     `self.config.data.lr` gives `self.config`, `config.data` and `data.lr`.

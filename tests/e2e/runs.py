@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,11 +24,11 @@ SMALL = (
 """A small quickstart: 12 steps of 4 samples, with a checkpoint every third step."""
 
 
-def command(num_ranks: int, *overrides: str) -> list[str]:
+def command(num_ranks, *overrides):
     return ["bash", str(REPOSITORY / "run_sft.sh"), str(num_ranks), *overrides]
 
 
-def environment(**changes: str) -> dict[str, str]:
+def environment(**changes):
     """One thread per rank, so that runs on 1, 2 and 4 ranks compute with the same kernels."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **changes}
@@ -41,17 +40,13 @@ def _options(cwd, env):
     return {"cwd": cwd, "env": environment(**env), "text": True, **streams}
 
 
-def run(
-    cwd: Path, num_ranks: int, *overrides: str, timeout_s: float = 240.0, **env: str
-) -> subprocess.CompletedProcess[str]:
+def run(cwd, num_ranks, *overrides, timeout_s=240.0, **env):
     """Run the command to its end, with output and errors together in `stdout`."""
     return subprocess.run(command(num_ranks, *overrides), timeout=timeout_s, **_options(cwd, env))
 
 
 @contextmanager
-def started(
-    cwd: Path, num_ranks: int, *overrides: str, redirection: str = "2>&1", **env: str
-) -> Iterator[subprocess.Popen[str]]:
+def started(cwd, num_ranks, *overrides, redirection="2>&1", **env):
     """Start a run in a separate process group, and end it with the block. A shell applies the
     `redirection`, such as `2>&1`.
     """
@@ -68,7 +63,7 @@ def started(
         process.communicate()
 
 
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(run_dir, step, process):
     """Wait until the log of the run has a row of `step`."""
     wait_until(
         lambda: max(curve(run_dir), default=0) >= step or process.poll() is not None,
@@ -77,7 +72,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
     assert max(curve(run_dir), default=0) >= step, f"no step {step}; exit code {process.poll()}"
 
 
-def processes_of(run_dir: Path) -> list[int]:
+def processes_of(run_dir):
     """Return the processes that work in a directory, such as those that a killed run left behind."""
     found = []
     for process in psutil.process_iter():

@@ -10,7 +10,6 @@ import itertools
 import subprocess
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -48,7 +47,7 @@ _threads = threading.local()
 _numbers = itertools.count(1)
 
 
-def build(target: Path) -> Path:
+def build(target):
     """Compile the shim against the installed torch. Raises `CalledProcessError` if its headers
     differ.
     """
@@ -72,7 +71,7 @@ def build(target: Path) -> Path:
     return library
 
 
-def called(name: str, subject: int | None = None) -> None:
+def called(name, subject=None):
     device = getattr(_threads, "device", None)
     stream = getattr(_threads, "stream", DEFAULT)
     CALLS.append(Call(name, threading.current_thread().name, device, stream.number, subject))
@@ -134,7 +133,7 @@ DEFAULT.number = 0
 
 
 @contextlib.contextmanager
-def on(stream: Stream | None) -> Iterator[None]:
+def on(stream):
     """Set the current stream of this thread; with None, keep the current one."""
     before = getattr(_threads, "stream", DEFAULT)
     _threads.stream = stream or before
@@ -144,7 +143,7 @@ def on(stream: Stream | None) -> Iterator[None]:
         _threads.stream = before
 
 
-def install(library: Path) -> None:
+def install(library):
     """Make the CPU build of torch see eight GPUs. Nothing can be computed on them with real memory."""
     ctypes.CDLL(str(library))
     import torch
@@ -222,7 +221,7 @@ def _release(pointer):
     return 0
 
 
-def is_locked(pointer: int, size_bytes: int) -> bool:
+def is_locked(pointer, size_bytes):
     return any(
         start <= pointer and pointer + size_bytes <= start + size for start, size in LOCKED.items()
     )

@@ -2,7 +2,6 @@
 counts as that kernel.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
@@ -45,7 +44,7 @@ torch.library.register_fake(
 
 
 @contextmanager
-def of_a_card() -> Iterator[None]:
+def of_a_card():
     """Replace functions that torch computes in pieces on a CPU by the GPU's operations.
 
     These are `aten::_fused_rms_norm` (one kernel forward and two backward) and

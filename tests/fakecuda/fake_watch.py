@@ -138,7 +138,7 @@ class Watch(TorchDispatchMode):
         )
 
 
-def num_kernels(func) -> int:
+def num_kernels(func):
     """Count the kernels of the device. Views, allocations and notes of the profiler launch none."""
     name = func.name().split(".")[0]
     if (

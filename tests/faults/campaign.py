@@ -18,7 +18,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 Work = Callable[[Path, argparse.Namespace], dict[str, Any]]
 
 
-def parser_of(description: str | None, **numbers: float) -> argparse.ArgumentParser:
+def parser_of(description, **numbers):
     """Return a parser with `--output` and an option for each number, with its default."""
     parser = argparse.ArgumentParser(description=description)
     for name, default in numbers.items():
@@ -27,9 +27,7 @@ def parser_of(description: str | None, **numbers: float) -> argparse.ArgumentPar
     return parser
 
 
-def run_campaign(
-    name: str, parser: argparse.ArgumentParser, argv: list[str], work: Work, *, result: str = ""
-) -> int:
+def run_campaign(name, parser, argv, work, *, result=""):
     """Run `work` in a temporary directory and write its result. Return 1 if it has faults."""
     arguments = parser.parse_args(argv)
     started = time.monotonic()

@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from crash_states import ACKNOWLEDGED, MOVED_BACK, WITHOUT_EFFECT, Disk, Tree, marked_step
 
@@ -39,7 +38,7 @@ class Stage:
         self._now = {}
 
 
-def build(path: Path, tree: Tree) -> None:
+def build(path, tree):
     if isinstance(tree, bytes):
         path.write_bytes(tree)
         return
@@ -48,7 +47,7 @@ def build(path: Path, tree: Tree) -> None:
         build(path / name, child)
 
 
-def remove(path: Path) -> None:
+def remove(path):
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -182,6 +181,6 @@ class Explorer:
         return self.outcomes[state]
 
 
-def visible(state: Tree) -> Tree:
+def visible(state):
     """Return the state without what a start ignores: staging, trash and temporary files."""
     return tuple((name, tree) for name, tree in state if not name.startswith("."))

@@ -10,7 +10,6 @@ The model is weaker than any real file system (the idea of ALICE and of LevelDB'
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ MOVED_BACK = "moved_back"
 
 
 @contextmanager
-def recording() -> Iterator[list[TimedOperation]]:
+def recording():
     """Collect the file operations of this process, and when a step is acknowledged.
 
     After `commit`, a step must not be lost; `publish` repeats this promise.
@@ -63,18 +62,18 @@ def mark(kind, step):
     return Operation("phase", Path(f"{kind}.{step}"))
 
 
-def marked_step(operation: Operation, kind: str) -> int | None:
+def marked_step(operation, kind):
     """Return the step of a mark of this kind, or None for any other operation."""
     name, _, step = operation.path.name.partition(".")
     return int(step) if (operation.kind, name) == ("phase", kind) else None
 
 
-def merge(*logs: Iterable[TimedOperation]) -> list[Operation]:
+def merge(*logs):
     """Return a single log from the logs of several processes, in order of time."""
     return [operation for _, operation in sorted(itertools.chain(*logs), key=lambda item: item[0])]
 
 
-def coalesced(log: Iterable[Operation]) -> list[Operation]:
+def coalesced(log):
     """Join the writes to each file until its sync: a cut between them shows hardly more."""
     kept = []
     pending = {}
@@ -88,7 +87,7 @@ def coalesced(log: Iterable[Operation]) -> list[Operation]:
     return kept
 
 
-def read_tree(path: Path) -> Tree:
+def read_tree(path):
     """Return the content of the disk. Raises `OSError` for links and devices."""
     if path.is_symlink() or not path.is_dir():
         return fsio.read_bytes(path)

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 NETWORK = "10.77.0"
 
 
-def why_not() -> str:
+def why_not():
     """The reason why namespaces are impossible here; empty if they are possible."""
     if os.geteuid() != 0:
         return "only root makes network namespaces"
@@ -68,7 +67,7 @@ class Host:
 
 
 @contextmanager
-def network(num_hosts: int, *, hosts_dir: Path) -> Iterator[list[Host]]:
+def network(num_hosts, *, hosts_dir):
     """Start this number of hosts, and end them with all their processes at the end of the block.
     `hosts_dir` holds their /etc/hosts.
     """

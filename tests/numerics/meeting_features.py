@@ -167,7 +167,7 @@ SOURCES = {"one": {"main": 1.0}, "two": {"first": 1.5, "second": 1.0}}
 """Files, and how often an epoch trains their rows."""
 
 
-def words_of(row: Row, places: Places, *, limits: dict[str, float]) -> list[str]:
+def words_of(row, places, *, limits):
     """`limits` contains the gradient norms beyond which updates are clipped and skipped."""
     parts = [
         f"{{files: {places.data(name)}, repeat: {repeat}}}"
@@ -241,7 +241,7 @@ KEYS = {
 """Features whose values are the values of one key."""
 
 
-def ranks_of(row: Row) -> tuple[int, int]:
+def ranks_of(row):
     """The number of ranks that train, and the number that continues after the kill."""
     num_ranks = int(row["ranks"])
     return num_ranks, {"the same": num_ranks, "fewer": num_ranks // 2, "more": num_ranks + 2}[
@@ -249,7 +249,7 @@ def ranks_of(row: Row) -> tuple[int, int]:
     ]
 
 
-def drawn(seed: int) -> Row:
+def drawn(seed):
     """Return one value for each feature, so that all values are compatible."""
     generator = random.Random(seed)
     while True:

@@ -4,11 +4,9 @@ need no torch.
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from small_files import read_json
 
@@ -26,7 +24,7 @@ from trainer.runtime.progress import History
 WORLD_SIZE = 2
 
 
-def content_of(step: int) -> dict[str, bytes]:
+def content_of(step):
     """Relative path -> bytes of the checkpoint of one step, except `manifest.json`."""
     ranks = range(WORLD_SIZE)
     shards = {
@@ -40,7 +38,7 @@ def content_of(step: int) -> dict[str, bytes]:
     }
 
 
-def manifest_of(step: int, files: tuple[fsio.FileRecord, ...], *, nonce: str = "") -> Manifest:
+def manifest_of(step, files, *, nonce=""):
     return Manifest(
         step=step,
         epoch=0,
@@ -57,7 +55,7 @@ def manifest_of(step: int, files: tuple[fsio.FileRecord, ...], *, nonce: str = "
     )
 
 
-def sealed(tree: dict[str, Any]) -> str:
+def sealed(tree):
     """Return the text of a manifest with these values and a matching digest, as an attacker or
     another writer would write it.
     """
@@ -65,14 +63,14 @@ def sealed(tree: dict[str, Any]) -> str:
     return json.dumps(tree | {OWN_DIGEST: digest_of(tree)})
 
 
-def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def rewrite_manifest(path, change):
     """Let `change` alter the manifest of the checkpoint at `path`, then update its digest."""
     tree = read_json(path / MANIFEST)
     change(tree)
     (path / MANIFEST).write_text(sealed(tree))
 
 
-def stage(run_dir: Path, step: int, *, nonce: str = "") -> Path:
+def stage(run_dir, step, *, nonce=""):
     """A finished staging directory, not yet committed. With a `nonce`, each file differs from that
     of any other save of the step.
     """
@@ -89,17 +87,17 @@ def stage(run_dir: Path, step: int, *, nonce: str = "") -> Path:
     return staging
 
 
-def commit(run_dir: Path, step: int, *, nonce: str = "") -> Path:
+def commit(run_dir, step, *, nonce=""):
     return layout.commit(stage(run_dir, step, nonce=nonce), step, nonce=nonce or f"a1b{step}")
 
 
-def save(run_dir: Path, *steps: int, nonce: str = "") -> None:
+def save(run_dir, *steps, nonce=""):
     for step in steps:
         commit(run_dir, step, nonce=nonce)
         layout.publish(run_dir, step)
 
 
-def write_unfinished(run_dir: Path, step: int) -> Path:
+def write_unfinished(run_dir, step):
     """A directory without a manifest, as another trainer leaves it."""
     path = run_dir / layout.step_dir_name(step)
     path.mkdir(parents=True)
@@ -110,7 +108,7 @@ def write_unfinished(run_dir: Path, step: int) -> Path:
     return path
 
 
-def files_of(directory: Path) -> dict[str, bytes]:
+def files_of(directory):
     """Relative path to bytes of every file below a directory."""
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
@@ -119,7 +117,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
     }
 
 
-def is_whole(path: Path) -> bool:
+def is_whole(path):
     """Check independently of the code under test that every byte is as in `content_of`, and that
     there is a manifest.
     """
@@ -132,7 +130,7 @@ def is_whole(path: Path) -> bool:
 
 
 @cache
-def expected_files(name: str) -> dict[str, bytes]:
+def expected_files(name):
     step = int(name.removeprefix("global_step_"))
     files = content_of(step)
     records = (

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from checkpoint_fakes import commit, save, stage
@@ -30,16 +29,16 @@ def call(capsys):
     return lambda *words: (cli.main([str(word) for word in words]), *capsys.readouterr())
 
 
-def rows(text: str) -> list[str]:
+def rows(text):
     """Return the lines of the table with single spaces."""
     return [" ".join(line.split()) for line in text.splitlines() if line[:9].strip().isdecimal()]
 
 
-def names(run_dir: Path) -> set[str]:
+def names(run_dir):
     return set(os.listdir(run_dir)) - {POINTER, LOCK}
 
 
-def leave_behind(run_dir: Path) -> None:
+def leave_behind(run_dir):
     """Add an interrupted save, an interrupted deletion, and a checkpoint that was set aside."""
     stage(run_dir, 8).rename(run_dir / ".staging_global_step_8.ab")
     commit(run_dir, 1).rename(run_dir / ".trash_global_step_1.ab")

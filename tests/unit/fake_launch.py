@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +66,7 @@ class FakeLaunch:
 
 
 @contextmanager
-def launched(directory: Path, *, rank: str = "", agent: str = AGENT) -> Iterator[FakeLaunch]:
+def launched(directory, *, rank="", agent=AGENT):
     """Start the launcher in a separate process group. Everything ends with the block."""
     (directory / "agent.py").write_text(agent)
     (directory / "rank.py").write_text(rank)

@@ -11,7 +11,6 @@ import random
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoint_fakes import commit, files_of, save
@@ -151,7 +150,7 @@ class FaultyStorage(MemoryFileSystem):
         return kind
 
 
-def trainer_of(run_dir: Path, **settings: Any) -> TrainerConfig:
+def trainer_of(run_dir, **settings):
     return TrainerConfig(
         project_name="toy",
         experiment_name="toy",
@@ -161,11 +160,11 @@ def trainer_of(run_dir: Path, **settings: Any) -> TrainerConfig:
     )
 
 
-def uploader(run_dir: Path, storage: FaultyStorage) -> upload.Uploader:
+def uploader(run_dir, storage):
     return upload.Uploader(trainer_of(run_dir), Storage(URL, storage))
 
 
-def restored(run_dir: Path, storage: FaultyStorage, **settings: Any) -> Path | None:
+def restored(run_dir, storage, **settings):
     """Restore on a new machine, and return its checkpoint."""
     restore.prepare(trainer_of(run_dir, **settings), Storage(URL, storage))
     found = list(run_dir.glob("global_step_*"))
@@ -196,13 +195,13 @@ def in_order(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def steps_in(storage: FaultyStorage) -> list[int]:
+def steps_in(storage):
     """Return the steps with a manifest."""
     names = [name.split("/") for name in list(storage.store) if name.endswith("/manifest.json")]
     return sorted(int(parts[3].removeprefix("global_step_")) for parts in names)
 
 
-def mirrored(run_dir: Path, *steps: int) -> FaultyStorage:
+def mirrored(run_dir, *steps):
     """Save and upload each step, and return the storage."""
     storage = FaultyStorage()
     own = uploader(run_dir, storage)
@@ -212,7 +211,7 @@ def mirrored(run_dir: Path, *steps: int) -> FaultyStorage:
     return storage
 
 
-def roll_back(run_dir: Path, target: int) -> None:
+def roll_back(run_dir, target):
     """Return to the checkpoint of `target`, as a run does after a spike in the next step."""
     found = layout.inspect(run_dir / layout.step_dir_name(target))
     onset = target + 1

@@ -130,9 +130,7 @@ def trained_bpe():
     return str(backend.to_str())
 
 
-def make_tokenizer(
-    chat_template: str | None = CHATML, *, eos_token: str = "<|im_end|>"
-) -> PreTrainedTokenizerFast:
+def make_tokenizer(chat_template=CHATML, *, eos_token="<|im_end|>"):
     """Return a separate small tokenizer."""
     backend = Tokenizer.from_str(trained_bpe())
     tokenizer = PreTrainedTokenizerFast(
