@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from checkpoint_fakes import is_whole, save
@@ -242,6 +243,17 @@ def test_an_unreachable_storage_holds_up_only_a_run_without_a_checkpoint(
         process.prepare_in_time(starts[1], Storage(URL, storages[1]))
     for storage in storages:
         storage.answers.set()
+
+
+def test_a_start_without_credentials_is_not_tried_again(tmp_path, monkeypatch):
+    """With exit code 75, a scheduler would start it again and again."""
+
+    class NoCredentialsError(Exception):
+        """As botocore raises it."""
+
+    monkeypatch.setattr(FaultyStorage, "cat_file", Mock(side_effect=NoCredentialsError))
+    with pytest.raises(ConfigError, match="grant access"):
+        restored(tmp_path, FaultyStorage())
 
 
 @contextmanager

@@ -177,8 +177,11 @@ class Storage:
             yield
             self._note_answer()
         except Exception as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            kind = type(error).__name__
+            # botocore's errors about missing or partial credentials have no common class
+            is_refusal = isinstance(error, PermissionError | FileNotFoundError)
+            is_refusal |= "Credentials" in kind
+            reason = f"{kind}: {' '.join(str(error).split())}"
             raise StorageError(
-                f"cannot {verb} {self.url}/{name}: {reason}",
-                is_refusal=isinstance(error, PermissionError | FileNotFoundError),
+                f"cannot {verb} {self.url}/{name}: {reason}", is_refusal=is_refusal
             ) from error
