@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import prepared
 import tokenizer_fixtures as fixtures
 from prepared import CHATS, OPTIONS, good_rows, run, run_rows
 from small_files import write_lines
@@ -65,6 +66,22 @@ def test_the_start_warns_about_validation_samples_that_are_also_trained(tmp_path
     assert "about 100% of the validation samples are also training samples" in lines(train)
     assert "about 56% of the validation samples" in lines(rows)
     assert "also training samples" not in lines(held_out)
+
+
+def test_the_start_warns_about_supervised_text_that_the_tokenizer_does_not_know(
+    tmp_path, caplog, monkeypatch
+):
+    made = fixtures.make_tokenizer
+
+    def make_tokenizer(*args):
+        tokenizer = made(*args)
+        tokenizer.unk_token = "!"
+        return tokenizer
+
+    for module in (fixtures, prepared):
+        monkeypatch.setattr(module, "make_tokenizer", make_tokenizer)
+    rows = run_rows(tmp_path, {"q": "so!", "a": "well ! !"}, {"q": "hi", "a": "ha !"})
+    assert "3 supervised tokens are '!'" in announced(caplog, Samples([rows.whole("rows")]))
 
 
 def test_the_start_says_if_rows_of_tokens_have_no_end_token(tmp_path, caplog):

@@ -89,12 +89,16 @@ def prepare_rows(encoder: RowEncoder, file_index: int, block: RowBlock) -> Prepa
             found.append((file_index, row.line, len(sample.input_ids), _num_labels(sample), 0))
     kept = np.array(found, dtype=ROW)
     kept["end"] = np.cumsum(kept["num_tokens"], dtype=np.int64)
+    joined = np.concatenate(tokens)
     seen.num_rows += len(rows)
     seen.num_bad_rows += len(bad)
     seen.num_samples += len(kept)
     seen.num_tokens += int(kept["num_tokens"].sum())
     seen.num_loss_tokens += int(kept["num_loss_tokens"].sum())
-    return PreparedRows(np.concatenate(tokens), kept, bad, over_long, seen.take())
+    unknown_id = encoder.tokenizer.unk_token_id
+    if unknown_id is not None and unknown_id not in seen.end_token_ids:  # GPT-2 has one for both
+        seen.num_unknown += int(np.count_nonzero(joined == (unknown_id | SUPERVISED)))
+    return PreparedRows(joined, kept, bad, over_long, seen.take())
 
 
 def _fitted(encoder: RowEncoder, samples: list[Encoded]) -> tuple[list[Encoded], int, str]:

@@ -64,6 +64,8 @@ class Summary:
     num_tokens: int = 0
     num_loss_tokens: int = 0
     num_cut_tokens: int = 0
+    num_unknown: int = 0
+    """Number of supervised tokens that stand for text without a token of its own, such as `<unk>`."""
     num_without_reasoning: int = 0
     """Number of supervised turns whose reasoning the template omits. This count and the next three
     include rows that are not trained.

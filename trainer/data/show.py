@@ -271,6 +271,11 @@ def _log_rows(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> None
             f"over-long rows: {summary.num_dropped} dropped, {summary.num_truncated} cut by "
             f"{summary.num_cut_tokens} tokens, listed in {dataset.directory / OVER_LONG_ROWS}"
         )
+    if summary.num_unknown:
+        logger.warning(
+            f"{summary.num_unknown} supervised tokens are {tokenizer.unk_token!r}, so the model learns "
+            f"to write it. Fix: use a tokenizer with byte fallback, or add tokens (model.new_tokens)"
+        )
     if summary.unread_keys:
         logger.warning(f"unused keys of messages: {_counted(summary.unread_keys)}")
 
