@@ -118,6 +118,10 @@ time.sleep(30)
     (launcher := tmp_path / "launcher").write_text(script)
     launcher.chmod(0o755)
     monkeypatch.setattr(api.sys, "executable", str(launcher))
-    with pytest.raises(KeyboardInterrupt):
-        api.train()
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist's workers ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            api.train()
+    finally:
+        signal.signal(signal.SIGINT, usual)
     assert saved.exists()
