@@ -18,7 +18,7 @@ LABEL_WIDTH = 12
 """Width, in columns, of the labels at the start of a run."""
 PROGRESS_INTERVAL_S = 10.0
 PATIENCE_S = 30.0
-"""How long a write waits for a reader, such as a terminal that Ctrl-S has stopped."""
+"""A write waits this long for its reader, such as a terminal that Ctrl-S has stopped."""
 
 
 @dataclass(eq=False)

@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 REPORT = "report.html"
 REPORT_TIMEOUT_S = 600.0
 AWAIT_MAIN_S = 20.0
-"""How long (in seconds) the other ranks wait for the main rank after an error that all ranks raise.
-"""
+"""The other ranks wait this long for the main rank after an error that all ranks raise."""
 
 
 @dataclass

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from trainer.checkpoint.model_files import ModelFiles
 from trainer.config import QUICKSTART, Config, ConfigError, Source
@@ -32,6 +31,7 @@ from trainer.model.pretrained import ModelSource, whole_checkpoint
 from trainer.model.source import find_model
 from trainer.model.weights import WholeCheckpoint
 from trainer.optim.groups import require_matches
+from trainer.runtime.json_lines import read_object
 from trainer.runtime.progress import Position
 from trainer.train.start.preflight import (
     TEMPLATE_NAMES,
@@ -197,7 +197,7 @@ class Encoders:
         """Load the model's tokenizer. Raises `ConfigError` if that fails."""
         self.config = config
         trusts_code = config.model.trust_remote_code
-        has_code = "auto_map" in get_tokenizer_config(model.path)
+        has_code = "auto_map" in read_object(Path(model.path, "tokenizer_config.json"))
         if has_code and not trusts_code and not Path(model.path, "tokenizer.json").exists():
             raise ConfigError(
                 f"the tokenizer in {model.path} is Python code, which transformers would replace "

@@ -92,7 +92,8 @@ def _step_row(line: str) -> tuple[str, dict[str, str]] | None:
     text = MEMORY.sub(r"GiB memory(%): \1", match[2])
     row = {name: value for name, value in METRIC.findall(text) if as_number(value) is not None}
     step = row.pop("global_step", match[1])  # NeMo restarts the iterations in each epoch
-    if not (len(row) >= MIN_METRICS or "loss" in str(row) or VERL.search(line)):
+    has_loss = any("loss" in name for name in row)
+    if not (len(row) >= MIN_METRICS or has_loss or VERL.search(line)):
         return None
     if "validate step:" in line:  # torchtitan
         row = {"val_loss": row.get("loss", "")}
